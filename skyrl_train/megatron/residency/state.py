@@ -198,6 +198,8 @@ def _set_random_states(states: dict[str, Any]) -> None:
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(states["torch"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(states["megatron"])
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    # A run without dropout of adapters saved no states for it, and keeps those with which this one began.
+    tracker.set_states({**tracker.get_states(), **states["megatron"]})
     if device_type() == "cuda":
         torch.cuda.set_rng_state(states["cuda"])

@@ -86,6 +86,18 @@ def test_processes_that_were_replaced_end_at_the_same_bits(
     assert all(".lora." in name for name in saved) == (lora is not None), "frozen weights are in the checkpoint already"
 
 
+def test_dropout_of_adapters_may_begin_where_a_run_resumes(dense: Path, tmp_path: Path):
+    trial = make_trial(dense, [7, 30, 12, 9])
+    before, after = (replace(trial, lora=lora_config(dropout=dropout)) for dropout in (0.0, 0.1))
+    run_on_ranks(_updates, (before, layout(1, {}), True, 1, tmp_path, True), 1, timeout_s=120)
+    one, other = (
+        run_on_ranks(_updates, (resumed, layout(1, {}), True, 1, tmp_path, False), 1, timeout_s=120)[0]
+        for resumed in (before, after)
+    )
+    assert one["version"] == other["version"] == 4
+    assert any(not torch.equal(tensor, other["state"][name]) for name, tensor in one["state"].items())
+
+
 def _load_elsewhere(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, Path, int]) -> str:
     trial, one, folder, version = arguments
     policy, _ = build(rendezvous, trial, one, bf16=False)
