@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import yaml
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from skyrl_train.algorithms.build import takes_all
@@ -19,7 +21,8 @@ from skyrl_train.algorithms.tables import ADVANTAGES, LOSSES, import_modules
 from skyrl_train.checks.rl import check
 from skyrl_train.compat.registries import registering_modules
 from skyrl_train.config import Config, ConfigError
-from skyrl_train.config.compose import resolved
+from skyrl_train.config.compose import resolved, values_of
+from skyrl_train.config.files import chosen_files, is_shipped
 from skyrl_train.config.overrides import hydra_line, literal, parse
 from skyrl_train.config.rl import RL
 from skyrl_train.config.schema import field_types, is_free_form, key_types
@@ -32,8 +35,8 @@ MAX_SEQ_LEN = f"{ALGORITHM}max_seq_len"
 IN_PROGRAM = "in the program's configuration"
 IF_SET = ("trainer.algorithm.corrections", "trainer.algorithm.off_policy_correction.")
 """Keys for which table.yaml asks whether they were set."""
-_pending: list[Translation] = []
-"""Translation of this process's arguments, until it has been reported."""
+_pending: list[tuple[list[str], Translation]] = []
+"""Arguments of this process with keys of 0.4, and their translation, until it has been reported."""
 _reported: list[Translation] = []
 """Translations of keys in the program's configuration."""
 
@@ -42,22 +45,30 @@ def translate_arguments() -> None:
     """Replace keys of 0.4 in `sys.argv` by those that exist here."""
     arguments, translation = translated(sys.argv[1:])
     if translation or translation.problems:
+        _pending.append((sys.argv[1:], translation))
         sys.argv[1:] = arguments
-        _pending.append(translation)
 
 
-def translated(arguments: Sequence[str]) -> tuple[list[str], Translation]:
-    """Arguments for Hydra; flags, groups and keys that only the program reads are kept, in front."""
+def translated(arguments: Sequence[str], values: Mapping[str, Any] = {}) -> tuple[list[str], Translation]:
+    """Arguments for Hydra; flags, groups and keys that only the program reads are kept, in front.
+
+    Args: values: those of other keys, on which translations may depend.
+    """
     sections = field_types(Config)
     own = [text for text in arguments if _is_of_an_example(text)]
     others = [text for text in arguments if text not in own]
     ours = [text for text in others if text.lstrip("+").split("=")[0].partition(".")[0] in sections and "=" in text]
     try:
-        overrides, translation = translate([parse(text, Config) for text in ours], Config)
+        overrides, translation = translate([parse(text, Config) for text in ours], Config, values=values)
     except ConfigError:  # Hydra says what cannot be read
         return list(arguments), Translation()
     kept = [*(text for text in others if text not in ours), *(f"++{text.lstrip('+')}" for text in own)]
     return [*kept, *(hydra_line(override, Config) for override in overrides)], translation
+
+
+def _is_override(text: str) -> bool:
+    """Whether an argument is not a flag of Hydra or its value."""
+    return text.startswith("~") or ("=" in text and not text.startswith("-"))
 
 
 def _is_of_an_example(text: str) -> bool:
@@ -78,11 +89,14 @@ def validate_cfg(cfg: DictConfig) -> None:
         cfg.trainer.custom_modules = list(dict.fromkeys(modules))
         lengths = cfg.generator.max_input_length, cfg.generator.sampling_params.max_generate_length
         OmegaConf.update(cfg, MAX_SEQ_LEN, sum(lengths))
-    translation = _pending.pop() if _pending else Translation()
+    arguments, translation = _pending.pop() if _pending else ([], Translation())
+    given = {text.lstrip("+").partition("=")[0] for text in sys.argv[1:] if "=" in text}
+    if arguments and HydraConfig.initialized():
+        translation, of_files = _in_view_of_files(cfg, arguments)
+        given |= of_files | translation.sources.keys()
     if translation.problems:
         raise ConfigError(translation.problems)
     config, inside = _typed(cfg)
-    given = [text.lstrip("+").partition("=")[0] for text in sys.argv[1:] if "=" in text]
     report(translation, resolved(cfg), given)
     if inside not in _reported:  # initialize_ray calls this again
         _reported.append(inside)
@@ -91,6 +105,24 @@ def validate_cfg(cfg: DictConfig) -> None:
         check(config, None, files=False)
     except ConfigError as error:
         raise translation.naming_old_keys(error) from error
+
+
+def _in_view_of_files(cfg: DictConfig, arguments: Sequence[str]) -> tuple[Translation, set[str]]:
+    """Translate arguments again in view of the program's YAML, which is not known when it imports 0.4's entry, and
+    change the keys of cfg that get other values. Returns: the translation, and the keys that the YAML sets.
+    """
+    hydra = cast(DictConfig, HydraConfig.get())
+    first = list(hydra.overrides.task)
+    files = [file for file in chosen_files(hydra, hydra.job.config_name, first) if not is_shipped(file)]
+    values = values_of(Config, files)
+    lines, translation = translated(arguments, values)
+    lines = [line for line in lines if _is_override(line)]
+    if not translation.problems and lines != first:
+        composed = compose(hydra.job.config_name, lines)
+        changed = {line.lstrip("+").partition("=")[0] for line in {*lines} ^ {*first}}
+        for key in changed & set(key_types(Config)):
+            OmegaConf.update(cfg, key, OmegaConf.select(composed, key), force_add=True)
+    return translation, set(values)
 
 
 def config_of(cfg: DictConfig) -> Config:

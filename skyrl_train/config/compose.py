@@ -122,7 +122,12 @@ def _of_experiments(schema: type, base: Path, overrides: Sequence[Override], fol
         files = _composed(base, [*lines, _search_path(overrides, folders)])[1]
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ConfigError):  # said when all is composed
         return {}
-    chosen = [(key, file) for file in files if file.is_experiment for key in dotted_keys(schema, file.values)]
+    return values_of(schema, [file for file in files if file.is_experiment])
+
+
+def values_of(schema: type, files: Sequence[ConfigFile]) -> dict[str, Any]:
+    """Dotted keys in the files with their values, without those that refer to others."""
+    chosen = [(key, file) for file in files for key in dotted_keys(schema, file.values)]
     return {key: value for key, file in chosen if "${" not in str(value := value_at(file.values, key))}
 
 

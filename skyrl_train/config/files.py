@@ -40,6 +40,11 @@ def shipped_folder() -> Path:
     return installed if installed.is_dir() else package.parent / "configs"
 
 
+def is_shipped(file: ConfigFile) -> bool:
+    """Whether the file is a base of this package."""
+    return not file.is_experiment and Path(file.shown).resolve().parent == shipped_folder().resolve()
+
+
 def experiments(folders: Sequence[Path]) -> list[str]:
     roots = [folder / "experiment" for folder in folders]
     return sorted({str(file.relative_to(root).with_suffix("")) for root in roots for file in root.rglob("*.yaml")})

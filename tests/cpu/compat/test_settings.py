@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +14,11 @@ from omegaconf import OmegaConf
 from skyrl_train.compat.losses import algorithm_config
 from skyrl_train.compat.settings import config_of, translate_arguments, translated
 from skyrl_train.config import ConfigError, load_config
-from skyrl_train.entrypoints.main_base import validate_cfg
+from skyrl_train.entrypoints.main_base import config_dir, validate_cfg
 from tests.support.hydra_main import composed
 from tests.support.old_functions import registered
 
+REPOSITORY = Path(__file__).parents[3]
 ROWS = ("data.train_data=[rows.jsonl]", "trainer.policy.model.path=model")
 
 
@@ -124,6 +128,51 @@ def test_validate_cfg_refuses_what_the_command_refuses(monkeypatch: pytest.Monke
         validate_cfg(composed())
     with pytest.raises(ConfigError, match=r"trainer.train_batch_size"):
         validate_cfg(composed("trainer.train_batch_size=7"))
+
+
+PROGRAM = """
+import hydra
+from omegaconf import DictConfig
+from skyrl_train.compat.settings import config_of
+from skyrl_train.entrypoints.main_base import BasePPOExp, validate_cfg
+
+@hydra.main(config_path="conf", config_name="mine", version_base=None)
+def main(cfg: DictConfig) -> None:
+    cfg.trainer.seed = 11
+    validate_cfg(cfg)
+    validate_cfg(cfg)  # as initialize_ray does
+    trainer, generator = config_of(cfg).trainer, config_of(cfg).generator
+    correction = trainer.algorithm.off_policy_correction
+    print(generator.num_inference_engines, trainer.algorithm.corrections, correction.token_tis_ratio_clip_high,
+          trainer.source, trainer.max_staleness, trainer.train_batch_size, trainer.seed, cfg.mine)
+
+main()
+"""
+YAML = f"""
+defaults: [ppo_base_config, _self_]
+hydra: {{searchpath: ["file://{config_dir}"], run: {{dir: out}}, output_subdir: null}}
+generator: {{num_inference_engines: 4}}
+trainer:
+  algorithm: {{use_tis: true}}
+  placement: {{colocate_all: false}}
+"""
+
+
+def test_keys_of_0_4_on_the_command_line_depend_on_the_yaml_of_the_program(tmp_path: Path):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf/mine.yaml").write_text(YAML)
+    (tmp_path / "main.py").write_text(PROGRAM)
+    old = ("inference_engine_data_parallel_size=2", "trainer.algorithm.tis_imp_ratio_cap=3.0")
+    given = [f"generator.{old[0]}", old[1], "trainer.fully_async.max_staleness_steps=7", *ROWS, "+mine=1"]
+    sizes = ["trainer.train_batch_size=32", "trainer.policy_mini_batch_size=32"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "main.py", "hydra/job_logging=stdout", *given, *sizes]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *log, last = done.stdout.splitlines()
+    assert last == "8 ('token_tis',) 3.0 streaming 7 32 11 1"
+    assert f"    generator.{old[0]} -> generator.num_inference_engines=8" in log
+    assert sum("on the command line" in line for line in log) == 1
 
 
 def test_modules_of_registered_functions_are_imported_by_all_processes_and_get_all_keys():
