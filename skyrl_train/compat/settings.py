@@ -63,6 +63,7 @@ def translated(arguments: Sequence[str], values: Mapping[str, Any] = {}) -> tupl
     except ConfigError:  # Hydra says what cannot be read
         return list(arguments), Translation()
     kept = [*(text for text in others if text not in ours), *(f"++{text.lstrip('+')}" for text in own)]
+    kept.sort(key=_is_override)  # flags first: the parser of Hydra takes overrides in one piece
     return [*kept, *(hydra_line(override, Config) for override in overrides)], translation
 
 

@@ -31,6 +31,8 @@ def test_flags_groups_and_keys_of_the_program_stay_for_hydra():
     own = ["--config-dir", "configs", "+experiment=tiny", "+mine.size=3", "hydra.run.dir=out"]
     lines, translation = translated([*own, "trainer.strategy=fsdp2", "trainer.seed=5"])
     assert lines == [*own, "trainer.seed=5"] and list(translation.ignored) == ["trainer.strategy=fsdp2"]
+    lines, _ = translated(["+mine=1", "trainer.strategy=fsdp2", "trainer.seed=5", "--config-name", "own"])
+    assert lines == ["--config-name", "own", "+mine=1", "trainer.seed=5"]
 
 
 def test_keys_of_the_program_are_in_extra():
