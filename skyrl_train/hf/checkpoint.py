@@ -84,14 +84,23 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 def tensor_shapes(folder: str) -> dict[str, tuple[int, ...]]:
-    """Shapes by name. Raises: ValueError if safetensors files are missing, damaged or not as in the index."""
+    """Shapes by name. Raises: ValueError if safetensors files are missing, damaged or not as in the index, or hold
+    tensors of which the index names another file: vLLM and transformers load all that a file holds, the last one wins.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
-    for file, names in _by_file(tensor_files(folder)):
+    files = tensor_files(folder)
+    for file, names in _by_file(files):
         with opened(file) as tensors:
             held = set(tensors.keys())
             if absent := [name for name in names if name not in held]:
                 raise ValueError(
                     f"{file} lacks {len(absent)} tensors that {INDEX} lists, the first is {absent[0]}. {COPY_AGAIN}"
+                )
+            if others := sorted(name for name in held if files.get(name, file) != file):
+                raise ValueError(
+                    f"{file} holds {len(others)} tensors for which {INDEX} names other files: {others[0]} is to be in "
+                    f"{files[others[0]].name}. Programs differ in which they load. Save the model again with "
+                    "save_pretrained, or download it again"
                 )
             for name in names:
                 shapes[name] = tuple(tensors.get_slice(name).get_shape())

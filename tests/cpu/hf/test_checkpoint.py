@@ -99,6 +99,22 @@ def test_weights_beside_an_index_that_names_others_are_refused(tmp_path: Path):
         tensor_files(str(folder))
 
 
+def test_a_shard_with_a_tensor_that_the_index_assigns_to_another_is_refused(tmp_path: Path):
+    """Megatron reads that of the index, vLLM and transformers load both."""
+    folder = write_mistral(tmp_path / "model", "20KB")
+    weights = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    first, *_, last = sorted(set(weights.values()))
+    name = next(name for name, file in weights.items() if file == first)
+    held = load_file(folder / last)
+    save_file({**held, name: torch.zeros_like(load_file(folder / first)[name])}, folder / last, {"format": "pt"})
+    with pytest.raises(
+        ValueError, match=rf"{last} holds 1 tensors for which .* other files: {name} is to be in {first}"
+    ):
+        tensor_shapes(str(folder))
+    save_file({**held, "unnamed": torch.zeros(1)}, folder / last, {"format": "pt"})
+    assert tensor_shapes(str(folder)).keys() == weights.keys()
+
+
 def test_an_index_may_name_the_only_file(tmp_path: Path):
     save_file({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
     index = {"metadata": {}, "weight_map": {"weight": "model.safetensors"}}
