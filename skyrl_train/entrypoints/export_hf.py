@@ -26,7 +26,7 @@ from skyrl_train.entrypoints.command import guarded, print_error, prints_help
 from skyrl_train.hf.checkpoint import INDEX
 from skyrl_train.hf.download import download
 from skyrl_train.hf.hub import local_folder
-from skyrl_train.hf.identity import change, has_frozen_weights, identity
+from skyrl_train.hf.identity import change
 from skyrl_train.tracking.run_dir import RECORD as RUN_RECORD
 from skyrl_train.tracking.writable import require_writable
 from skyrl_train.trainer.run_state import RECORD, Checkpoint, Checkpoints, load_checkpoint
@@ -57,9 +57,7 @@ def _export(argv: Sequence[str], console: Console) -> int:
         if checkpoint.folder == Path(arguments["checkpoint"]).expanduser().resolve():  # else it was found intact
             _verify(checkpoint)
         download(f"the model of {checkpoint.folder}", saved.model_path, DOWNLOAD_S, "the limit of the download")
-        kept, base = checkpoint.state.model, local_folder(saved.model_path)
-        has_frozen = has_frozen_weights(saved.lora, saved.megatron)
-        if kept.get("config") and (difference := change(kept, identity(base, has_frozen_weights=has_frozen))):
+        if difference := change(checkpoint.state.model, local_folder(saved.model_path)):
             raise ValueError(
                 f"{checkpoint.folder} cannot be exported: {saved.model_path} has changed since its run began: it "
                 f"{difference}. Restore it"

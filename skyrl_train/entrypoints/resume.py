@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from skyrl_train.checks.model_folder import loaded_from
 from skyrl_train.checks.training import MODEL
@@ -58,12 +57,10 @@ def require_export_folder(trainer: TrainingConfig, num_steps: int) -> None:
         require_writable("trainer.export_path", trainer.export_path, path, instead)
 
 
-def chosen_checkpoint(
-    trainer: TrainingConfig, num_rows: int, base: Mapping[str, Any] | None = None
-) -> Checkpoint | None:
+def chosen_checkpoint(trainer: TrainingConfig, num_rows: int, model_folder: str | None = None) -> Checkpoint | None:
     """The checkpoint of `trainer.resume_mode`; None if the run starts from the model.
 
-    Args: base: identity of the policy's model, which must be the one on which the run began; None to skip that check.
+    Args: model_folder: of the policy's model, which must be the one on which the run began; None to skip that check.
     Raises: ValueError if the checkpoint cannot be resumed from, or ckpt_path holds those of another run.
     """
     checkpoints = Checkpoints(trainer.ckpt_path, trainer.max_ckpts_to_keep)
@@ -85,7 +82,7 @@ def chosen_checkpoint(
         )
     if chosen is not None:
         _require_settings(chosen, trainer)
-        if base is not None and (difference := change(chosen.state.model, base)):
+        if model_folder is not None and (difference := change(chosen.state.model, model_folder)):
             raise ValueError(
                 f"cannot resume from checkpoint {chosen.folder}: its run began with another model. "
                 f"{MODEL} {trainer.policy.model.path} {difference}. {REMEDY}"

@@ -136,7 +136,7 @@ class Run(ABC, Generic[C, P]):
         require_export_folder(trainer, self.num_steps)
         has_frozen = has_frozen_weights(trainer.policy.model.lora, trainer.policy.megatron_config)
         self.base = identity(self.model_folder, has_frozen_weights=has_frozen)
-        self.checkpoint = chosen_checkpoint(trainer, self.num_train_rows, self.base)
+        self.checkpoint = chosen_checkpoint(trainer, self.num_train_rows, self.model_folder)
         return resumes_in_its_folder(trainer, self.checkpoint)
 
     @property

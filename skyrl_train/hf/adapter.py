@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from skyrl_train.config.policy import LoraConfig
-from skyrl_train.hf.checkpoint import fingerprint, tensor_shapes
+from skyrl_train.hf.checkpoint import tensor_shapes
+from skyrl_train.hf.fingerprint import fingerprint
 
 ALL_LINEAR = "all-linear"
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"

@@ -23,7 +23,8 @@ from skyrl_train.hf.adapter import (
     targets,
     tensor_names,
 )
-from skyrl_train.hf.checkpoint import fingerprint, some
+from skyrl_train.hf.checkpoint import some
+from skyrl_train.hf.fingerprint import matches
 from skyrl_train.hf.ledger import names
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class AdapterFile:
         self._file = safe_open(self.path / TENSORS_FILE, "pt")
         found = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
         made_for = (self._file.metadata() or {}).get(FINGERPRINT)
-        if made_for is not None and made_for != fingerprint(folder):
+        if made_for is not None and not matches(made_for, folder):
             raise ValueError(
                 f"adapter {adapter} was trained on another base model than {folder}: their weights differ. Use its "
                 "base model"

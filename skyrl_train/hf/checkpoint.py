@@ -9,15 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SUMS = "SHA256SUMS"
 """Digests of all other files of an export, for `sha256sum -c SHA256SUMS`."""
 COPY_AGAIN = "Copy or download the checkpoint again"
-NUM_SAMPLED = 16
-"""Tensors of which the fingerprint reads the first row."""
 
 
 def tensor_files(folder: str) -> dict[str, Path]:
@@ -89,7 +86,7 @@ def tensor_shapes(folder: str) -> dict[str, tuple[int, ...]]:
     """
     shapes: dict[str, tuple[int, ...]] = {}
     files = tensor_files(folder)
-    for file, names in _by_file(files):
+    for file, names in by_file(files):
         with opened(file) as tensors:
             held = set(tensors.keys())
             if absent := [name for name in names if name not in held]:
@@ -109,21 +106,6 @@ def tensor_shapes(folder: str) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def fingerprint(folder: str) -> str:
-    """Digest of the names and shapes of all tensors, and the first row of some, rounded to bfloat16."""
-    shapes = tensor_shapes(folder)
-    names = sorted(name for name, shape in shapes.items() if shape)
-    chosen = set(names[:: max(1, len(names) // NUM_SAMPLED)])
-    rows: dict[str, bytes] = {}
-    for file, held in _by_file(tensor_files(folder)):
-        if sampled := chosen.intersection(held):
-            with opened(file) as tensors:
-                for name in sampled:
-                    row = tensors.get_slice(name)[:1].to(torch.bfloat16).contiguous()
-                    rows[name] = row.view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(repr([(name, shapes[name], rows.get(name)) for name in names]).encode()).hexdigest()
-
-
 def export_sum(folder: Path) -> str | None:
     """Digest of an export's files, by which it is recognised; None if the folder holds no complete export."""
     sums = folder / SUMS
@@ -135,7 +117,8 @@ def some(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _by_file(files: dict[str, Path]) -> Iterator[tuple[Path, Iterable[str]]]:
+def by_file(files: dict[str, Path]) -> Iterator[tuple[Path, Iterable[str]]]:
+    """Names of the tensors in each file."""
     of_file: dict[Path, list[str]] = {}
     for name, file in files.items():
         of_file.setdefault(file, []).append(name)

@@ -14,7 +14,8 @@ from typing import Any
 from transformers import AutoConfig
 
 from skyrl_train.config.policy import LoraConfig, MegatronConfig
-from skyrl_train.hf.checkpoint import fingerprint, some
+from skyrl_train.hf.checkpoint import some
+from skyrl_train.hf.fingerprint import fingerprint, matches
 from skyrl_train.hf.ledger import LEDGERS, NO_EFFECT, ONLY
 
 CONFIG_FILE = "config.json"
@@ -39,22 +40,26 @@ def has_frozen_weights(lora: LoraConfig, megatron: MegatronConfig) -> bool:
 
 def identity(folder: str, *, has_frozen_weights: bool) -> dict[str, Any]:
     """JSON values that checkpoints keep. Raises: OSError or ValueError if the folder cannot be read."""
-    config = json.loads(Path(folder, CONFIG_FILE).read_text(encoding="utf-8"))
-    return {"config": config, "fingerprint": fingerprint(folder) if has_frozen_weights else None}
+    return {"config": _config(folder), "fingerprint": fingerprint(folder) if has_frozen_weights else None}
 
 
-def change(kept: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """What differs between a model's identities, as the end of a sentence that begins with its name; None if nothing
-    that matters does, or the checkpoint is older than identities.
+def change(kept: Mapping[str, Any], folder: str) -> str | None:
+    """What differs in the folder from the model of this identity, as the end of a sentence that begins with its name;
+    None if nothing that matters does, or the checkpoint is older than identities. Raises: like `identity`.
     """
     if kept.get("config") is None:
         return None
-    before, after = _computed(kept["config"]), _computed(now["config"])
+    before, after = _computed(kept["config"]), _computed(_config(folder))
     if fields := [name for name in sorted(before | after) if before.get(name) != after.get(name)]:
         values = [f"{name} is {after.get(name)}, was {before.get(name)}" for name in fields]
         return f"has another {CONFIG_FILE} ({some(values)})"
-    weights = kept["fingerprint"], now["fingerprint"]  # None if all were trained
-    return "has other weights" if None not in weights and weights[0] != weights[1] else None
+    is_same = kept["fingerprint"] is None or matches(kept["fingerprint"], folder)  # None if all weights were trained
+    return None if is_same else "has other weights"
+
+
+def _config(folder: str) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(Path(folder, CONFIG_FILE).read_text(encoding="utf-8"))
+    return values
 
 
 def _computed(config: Mapping[str, Any]) -> dict[str, Any]:

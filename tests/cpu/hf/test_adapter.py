@@ -19,7 +19,7 @@ from skyrl_train.config.policy import LoraConfig
 from skyrl_train.engines.settings import engine_arguments
 from skyrl_train.hf import adapter, adapter_file
 from skyrl_train.hf.adapter_file import AdapterFile
-from skyrl_train.hf.checkpoint import fingerprint
+from skyrl_train.hf.fingerprint import fingerprint
 from tests.support.adapters import lora_config, read_adapter, write_adapter
 from tests.support.families import write_family
 from tests.support.settings import MIB, engine_settings

@@ -13,7 +13,8 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from skyrl_train.hf import adapter, hub
-from skyrl_train.hf.checkpoint import fingerprint, tensor_files, tensor_shapes
+from skyrl_train.hf.checkpoint import tensor_files, tensor_shapes
+from skyrl_train.hf.fingerprint import fingerprint
 
 HEAD = 16
 
