@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from skyrl_train.checks.model_folder import loaded_from
 from skyrl_train.checks.training import MODEL
+from skyrl_train.config.policy import ScoringModel
 from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.data.order import OrderState
-from skyrl_train.hf.identity import change
+from skyrl_train.hf.hub import local_folder, seen_from_anywhere
+from skyrl_train.hf.identity import change, has_frozen_weights, identity
 from skyrl_train.rollout.source import SOURCES
 from skyrl_train.tracking.run_dir import lock_folder, read_record
 from skyrl_train.tracking.writable import require_writable
@@ -57,6 +59,18 @@ def require_export_folder(trainer: TrainingConfig, num_steps: int) -> None:
         require_writable("trainer.export_path", trainer.export_path, path, instead)
 
 
+def identities(trainer: TrainingConfig, model_folder: str) -> dict[str, Any]:
+    """Identity of the policy's model, for checkpoints; under `reference` that of a reference, with its path.
+    Raises: OSError or ValueError if a folder cannot be read.
+    """
+    has_frozen = has_frozen_weights(trainer.policy.model.lora, trainer.policy.megatron_config)
+    found = identity(model_folder, has_frozen_weights=has_frozen)
+    if (reference := _reference(trainer)) is not None:
+        own = identity(local_folder(reference.model_path), has_frozen_weights=True)
+        found["reference"] = own | {"path": seen_from_anywhere(reference.model_path)}
+    return found
+
+
 def chosen_checkpoint(trainer: TrainingConfig, num_rows: int, model_folder: str | None = None) -> Checkpoint | None:
     """The checkpoint of `trainer.resume_mode`; None if the run starts from the model.
 
@@ -87,6 +101,7 @@ def chosen_checkpoint(trainer: TrainingConfig, num_rows: int, model_folder: str 
                 f"cannot resume from checkpoint {chosen.folder}: its run began with another model. "
                 f"{MODEL} {trainer.policy.model.path} {difference}. {REMEDY}"
             )
+        _require_reference(chosen, trainer)
         if not isinstance(trainer, TrainerConfig) or trainer.source in SOURCES:
             state = chosen.state.source
             OrderState.read(state.get("order", state)).require(num_rows, trainer.seed)
@@ -108,6 +123,26 @@ def _require_settings(chosen: Checkpoint, trainer: TrainingConfig) -> None:
             f"cannot resume from checkpoint {chosen.folder}: "
             + ", ".join(f"{key} was {written.get(key)}, now {mine.get(key)}" for key in differing)
             + f". {REMEDY}"
+        )
+
+
+def _reference(trainer: TrainingConfig) -> ScoringModel | None:
+    """The reference, if it is another model than the policy's without adapters."""
+    models = trainer.frozen_models if isinstance(trainer, TrainerConfig) else ()
+    return next((model for model in models if model.signal == "ref_logprobs"), None)
+
+
+def _require_reference(chosen: Checkpoint, trainer: TrainingConfig) -> None:
+    """By default its path is that of the policy, which may change where all weights are trained."""
+    kept, reference = chosen.state.model.get("reference"), _reference(trainer)
+    if kept is None or reference is None:
+        return
+    if difference := change(kept, local_folder(reference.model_path)):
+        raise ValueError(
+            f"cannot resume from checkpoint {chosen.folder}: the reference of its run was {kept['path']}, and "
+            f"{reference.path_key} {reference.model_path} {difference}. The KL divergence would be from another model. "
+            f"Set {reference.path_key} to the model of the run, or start a new run from a Hugging Face export "
+            "(trainer.hf_save_interval)"
         )
 
 

@@ -27,6 +27,7 @@ from skyrl_train.config.training import RunConfig
 from skyrl_train.device.kinds import DeviceKind
 from skyrl_train.entrypoints.resume import (
     chosen_checkpoint,
+    identities,
     lock_checkpoints,
     require_export_folder,
     resumes_in_its_folder,
@@ -34,7 +35,6 @@ from skyrl_train.entrypoints.resume import (
 from skyrl_train.faults import require_returns
 from skyrl_train.forecast.fit import fitted
 from skyrl_train.hf import adapter_file
-from skyrl_train.hf.identity import has_frozen_weights, identity
 from skyrl_train.ranks import SavedState
 from skyrl_train.tracking.run_dir import RECORD, HeldFolder, RunDir
 from skyrl_train.tracking.sinks import Tracker, build_tracker
@@ -74,7 +74,7 @@ class Run(ABC, Generic[C, P]):
         if self._local_kind is not None:
             self.fit_to_device(self._local_kind)
         self.base: dict[str, Any] = {}
-        """Identity of the model, for checkpoints."""
+        """Identity of the model and of a reference, for checkpoints."""
         self.checkpoint: Checkpoint | None = None
         self._checkpoint_lock: TextIO | None = None
         """Held until `close`."""
@@ -134,8 +134,7 @@ class Run(ABC, Generic[C, P]):
         self._checkpoint_lock = lock_checkpoints(self.config.trainer)
         trainer = self.config.trainer
         require_export_folder(trainer, self.num_steps)
-        has_frozen = has_frozen_weights(trainer.policy.model.lora, trainer.policy.megatron_config)
-        self.base = identity(self.model_folder, has_frozen_weights=has_frozen)
+        self.base = identities(trainer, self.model_folder)
         self.checkpoint = chosen_checkpoint(trainer, self.num_train_rows, self.model_folder)
         return resumes_in_its_folder(trainer, self.checkpoint)
 

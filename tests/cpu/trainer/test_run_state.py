@@ -19,6 +19,7 @@ from skyrl_train.config.training import TrainingConfig
 from skyrl_train.data.order import Order, OrderState
 from skyrl_train.entrypoints.resume import (
     chosen_checkpoint,
+    identities,
     lock_checkpoints,
     require_export_folder,
     resumes_in_its_folder,
@@ -485,6 +486,43 @@ def test_a_checkpoint_is_refused_with_another_model_than_that_of_its_run(
     else:
         with pytest.raises(ValueError, match=expected):
             chosen_checkpoint(moved, NUM_ROWS, str(other))
+
+
+def with_kl(folder: Path, *overrides: str) -> TrainingConfig:
+    """Reinforcement learning with a reference."""
+    own = ["trainer.seed=3", "trainer.resume_mode=latest", "trainer.algorithm.use_kl_loss=true"]
+    return load_config([f"trainer.run_dir={folder}/run", *own, *overrides]).trainer
+
+
+@pytest.mark.parametrize("key", ["trainer.ref.model.path", "trainer.policy.model.path"])
+def test_a_checkpoint_is_refused_with_another_reference_than_that_of_its_run(key: str, tmp_path: Path):
+    """Its path is by default the policy's, which may change: all weights of the policy are in the checkpoint."""
+    source, moved, other = write_family("qwen3", tmp_path / "model"), tmp_path / "moved", tmp_path / "other"
+    shutil.copytree(source, moved)
+    write_family("qwen3", other, initializer_range=0.5)
+    shutil.copy(source / "config.json", other)
+    policy = f"trainer.policy.model.path={source}"
+    run = with_kl(tmp_path, policy)
+    save(run, 4, model=identities(run, str(source)))
+    assert chosen_checkpoint(with_kl(tmp_path, policy, f"{key}={moved}"), NUM_ROWS) is not None
+    changed = with_kl(tmp_path, policy, f"{key}={other}")
+    expected = (
+        f"the reference of its run was {source}, and trainer.ref.model.path {other} has other weights. The KL "
+        "divergence would be from another model. Set trainer.ref.model.path to the model of the run, or start"
+    )
+    with pytest.raises(ValueError, match=expected):
+        chosen_checkpoint(changed, NUM_ROWS)
+    without = with_kl(tmp_path, policy, f"{key}={other}", "trainer.algorithm.use_kl_loss=false")
+    assert chosen_checkpoint(without, NUM_ROWS) is not None, "no reference is needed"
+    save(run, 6)
+    assert chosen_checkpoint(changed, NUM_ROWS) is not None, "a checkpoint that is older than the entry"
+
+
+def test_the_reference_of_adapters_is_the_policys_model(tmp_path: Path):
+    source = write_family("qwen3", tmp_path / "model")
+    policy = f"trainer.policy.model.path={source}"
+    adapters = identities(with_kl(tmp_path, policy, "trainer.policy.model.lora.rank=4"), str(source))
+    assert adapters.keys() == {"config", "fingerprint"} and adapters["fingerprint"] is not None
 
 
 def test_the_export_of_a_step_is_noted_in_its_checkpoint(tmp_path: Path):
