@@ -1,4 +1,4 @@
-"""Tool calls of messages: whether they are valid, and the form in which a chat template renders them."""
+"""Tools of a row and tool calls of messages: whether they are valid, and the form that a chat template renders."""
 
 from __future__ import annotations
 
@@ -30,6 +30,28 @@ def check_tool_calls(calls: object, name: str) -> None:
         check_text(json.dumps(calls, ensure_ascii=False), name)
     except (TypeError, RecursionError) as error:
         raise ValueError(f"{name} must have values of JSON, got {shortened(calls)}") from error
+
+
+def tools_text(tools: object) -> str:
+    """JSON text of the tools that a chat template lists for a row, given as a list or its JSON text; empty for none.
+
+    Raises: ValueError if they are not descriptions of functions.
+    """
+    given = tools
+    if isinstance(tools, str) and tools.strip():
+        with suppress(ValueError, RecursionError):
+            given = json.loads(tools)
+    if not given:
+        return ""
+    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
+        raise ValueError(
+            f'`tools` must be a list of {{"type": "function", "function": {{"name": ..., "parameters": ...}}}}, or its '
+            f"JSON text, got {shortened(tools)}. Remove another column of this name with data.columns.tools=null"
+        )
+    try:
+        return check_text(json.dumps(given, ensure_ascii=False), "`tools`")
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"`tools` must have values of JSON, got {shortened(tools)}") from error
 
 
 def rendered(messages: Sequence[Message], render: Callable[[list[Message]], tuple[str, Extra]]) -> tuple[str, Extra]:

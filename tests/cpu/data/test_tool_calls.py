@@ -1,10 +1,13 @@
 """Tool calls of messages are in the text that the chat template renders, or refused."""
 
 import json
+import logging
 
+import datasets
 import pytest
 
 from skyrl_train.data.chat import ChatTemplate, check_messages
+from skyrl_train.data.rows import read_rows
 from skyrl_train.data.sft import ExampleReader
 from tests.support.realistic import realistic_tokenizer
 
@@ -72,3 +75,62 @@ def test_a_template_that_needs_the_calls_of_results_renders_them():
     messages = [QUESTION, {"role": "assistant", "content": ""}]
     with pytest.raises(ValueError, match="rejected .*: no call"):
         ChatTemplate(tokenizer_with(strict), {}).render(messages)
+
+
+# ---- the tools of a row
+
+LISTS_TOOLS = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}<|im_end|>{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}<|im_start|>"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+MARKS_TOO = LISTS_TOOLS.replace(
+    "{{ m.content }}<|im_end|>", "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+)
+TURNS = [QUESTION, {"role": "assistant", "content": "It rains."}]
+
+
+def tool(name, **fields):
+    properties = {key: {"type": value} for key, value in fields.items()}
+    return {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+
+
+WEATHER, CLOCK = [tool("weather", city="string")], [tool("clock", zone="string", hour="integer")]
+
+
+@pytest.mark.parametrize("template", [LISTS_TOOLS, MARKS_TOO])
+def test_fine_tuning_lists_the_tools_of_each_row_as_transformers_does(template, caplog):
+    tokenizer = tokenizer_with(template)
+    reader = ExampleReader(tokenizer, "all", {"tools": CLOCK}, 4096)
+    answer = {"prompt": TURNS[:1], "response": TURNS[1]["content"]}
+    for given, tools in [(WEATHER, WEATHER), (json.dumps(CLOCK), CLOCK), (None, CLOCK), ([], CLOCK), ("", CLOCK)]:
+        for row in ({"messages": TURNS}, answer):
+            ids, mask = reader.tokens({**row, "tools": given})
+            expected = tokenizer.apply_chat_template(TURNS, tools=tools, tokenize=False)
+            assert tokenizer.decode(ids) == expected
+            trained = [token for token, on in zip(ids, mask, strict=True) if on]
+            assert tokenizer.decode(trained) == "It rains.<|im_end|>"
+    assert not caplog.records
+
+
+def test_tools_of_a_parquet_file_have_no_fields_of_other_rows(tmp_path):
+    rows = [{"messages": TURNS, "tools": tools} for tools in (WEATHER, CLOCK)]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    assert [row for _, row in read_rows([str(tmp_path / "rows.parquet")])] == rows
+
+
+def test_a_template_without_tools_is_named_once(caplog):
+    reader = ExampleReader(realistic_tokenizer("chatml"), "all", {}, 4096)
+    for _ in range(2):
+        reader.tokens({"messages": TURNS, "tools": WEATHER})
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and "leaves out the rows' `tools`" in record.message
+
+
+@pytest.mark.parametrize("tools", [["weather"], "weather", {"name": "weather"}, 3, '["weather"]'])
+def test_a_column_of_other_tools_is_refused_with_the_key_that_removes_it(tools):
+    reader = ExampleReader(tokenizer_with(LISTS_TOOLS), "all", {}, 4096)
+    with pytest.raises(ValueError, match="`tools` must be a list of .*got .*(weather|3).*data.columns.tools=null"):
+        reader.tokens({"messages": TURNS, "tools": tools})
+    with pytest.raises(ValueError, match="`tools` must have values of JSON"):
+        reader.tokens({"messages": TURNS, "tools": [{"name": b"x"}]})
