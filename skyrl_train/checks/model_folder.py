@@ -13,11 +13,13 @@ from skyrl_train.checks.tokenizer import check_same_tokens, check_tokenizer, loa
 from skyrl_train.checks.training import MODEL
 from skyrl_train.checks.weights import check_weights
 from skyrl_train.config import ConfigError
+from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.engines.vllm.models import model_problems as vllm_model_problems
 from skyrl_train.hf.download import download
 from skyrl_train.hf.hub import local_folder
+from skyrl_train.hf.transformer_config import model_problems as transformer_config_problems
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -39,9 +41,20 @@ def checked_folder(
     return folder, config
 
 
+def check_transformer_config(megatron: MegatronConfig, key: str, path: str) -> None:
+    """Raises: ConfigError if Megatron would be given other values than those in the config.json of the model at `path`.
+    Args: key: of the layout.
+    """
+    if kwargs := megatron.transformer_config_kwargs:
+        folder = local_folder(path)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if problems := list(transformer_config_problems(f"{key}.transformer_config_kwargs", kwargs, config, folder)):
+            raise ConfigError(problems)
+
+
 def check_scoring_models(trainer: TrainerConfig, tokenizer: PreTrainedTokenizerBase, device_type: str | None) -> None:
-    """Raises: ValueError for a reference, critic or teacher that cannot score the policy's tokens, or that engines on
-    devices of this type (None if unknown) cannot load.
+    """Raises: ValueError for a reference, critic or teacher that cannot score the policy's tokens, has other values in
+    its config.json than Megatron would be given, or that engines on devices of this type (None if unknown) cannot load.
     """
     for model in trainer.scoring_models:
         if model.model_path != trainer.policy.model.path:
@@ -51,6 +64,7 @@ def check_scoring_models(trainer: TrainerConfig, tokenizer: PreTrainedTokenizerB
             if model.is_teacher:
                 teacher = load_tokenizer(folder, model.path_key, trainer.trust_remote_code)
                 check_same_tokens(tokenizer, teacher, model.path_key, model.model_path)
+        check_transformer_config(model.megatron_config, f"{model.key}.megatron_config", model.model_path)
     for model in trainer.engine_teachers:
         # Any model that the engine knows; a server's tokens are compared when the run connects.
         download(model.path_key, model.model_path, trainer.download_timeout_s)

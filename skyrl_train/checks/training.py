@@ -12,6 +12,7 @@ from string import Formatter
 from skyrl_train.checks.custom import imported_problems, takes
 from skyrl_train.config.policy import Layout, LoraConfig, MegatronConfig
 from skyrl_train.config.training import DATA_FILE, HUB_SPLIT, DataConfig, TrainingConfig
+from skyrl_train.hf.transformer_config import pinned_problems
 from skyrl_train.imports import declared_fields
 from skyrl_train.spelling import nearest
 
@@ -37,12 +38,13 @@ def package_problems(trainer: TrainingConfig, megatron_configs: Mapping[str, Meg
 
 
 def training_problems(trainer: TrainingConfig, megatron_configs: Mapping[str, MegatronConfig]) -> Iterator[str]:
-    """A malformed `trainer.prepare`, unknown arguments of Megatron, rounded float32, a checkpoint that is not named or
-    would not be read.
+    """A malformed `trainer.prepare`, arguments of Megatron that are unknown or fixed, rounded float32, a checkpoint
+    that is not named or would not be read.
     """
     for path, megatron in megatron_configs.items():
-        kwargs = megatron.transformer_config_kwargs
-        yield from argument_problems(f"{path}.transformer_config_kwargs", kwargs, *TRANSFORMER_CONFIG)
+        key, kwargs = f"{path}.transformer_config_kwargs", megatron.transformer_config_kwargs
+        yield from argument_problems(key, kwargs, *TRANSFORMER_CONFIG)
+        yield from pinned_problems(key, kwargs)
         if megatron.transformer_impl == "transformer_engine" and not trainer.bf16:
             yield (
                 f"{path}.transformer_impl is transformer_engine, which rounds float32 to TensorFloat-32. Use auto or "

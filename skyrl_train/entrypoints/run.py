@@ -14,9 +14,10 @@ from typing import Any, Generic, TextIO, TypeVar
 from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from skyrl_train.checks.model_folder import checked_folder
+from skyrl_train.checks.model_folder import check_transformer_config, checked_folder
 from skyrl_train.checks.tokenizer import check_tokenizer, load_tokenizer
 from skyrl_train.checks.training import MODEL
+from skyrl_train.checks.training import POLICY as POLICY_LAYOUT
 from skyrl_train.cluster.demands import POLICY
 from skyrl_train.cluster.downloads import require_shared
 from skyrl_train.cluster.gpu_kind import cluster_gpu_kind, local_gpu_kind
@@ -100,9 +101,10 @@ class Run(ABC, Generic[C, P]):
 
     def load_model(self) -> tuple[str, PretrainedConfig]:
         """Folder and configuration of the model. Raises: ValueError like the constructor."""
-        model = self.config.trainer.policy.model
-        folder, config = checked_folder(MODEL, model.path, self.config.trainer.download_timeout_s)
-        adapter_file.check(folder, model.lora)
+        policy = self.config.trainer.policy
+        folder, config = checked_folder(MODEL, policy.model.path, self.config.trainer.download_timeout_s)
+        check_transformer_config(policy.megatron_config, POLICY_LAYOUT, folder)
+        adapter_file.check(folder, policy.model.lora)
         return folder, config
 
     def check_models(self) -> None:

@@ -31,6 +31,7 @@ from skyrl_train.config import ConfigError
 from skyrl_train.config.policy import OWN_STAGES, Layout, MegatronConfig
 from skyrl_train.config.rl import VERIFY, VerifyLayoutConfig
 from skyrl_train.entrypoints.command import guarded
+from skyrl_train.hf.transformer_config import pinned_problems
 from skyrl_train.megatron.verify.outcome import BFLOAT16, FLOAT32, Difference, Outcome, compare
 from skyrl_train.tracking.writable import require_file
 from skyrl_train.types import Metrics
@@ -68,6 +69,7 @@ def checked_layouts(config: VerifyLayoutConfig) -> tuple[Layout, Layout]:
         world_size = num_ranks or _fewest_ranks(layout)
         problems += layout_problems(layout, path, world_size, ranks_key)
         problems += cut_problems(config.trainer.policy.model.path, MODEL, layout, path)
+        problems += pinned_problems(f"{POLICY}.transformer_config_kwargs", layout.transformer_config_kwargs)
         problems += _device_problems(world_size, path)
         layouts.append(Layout(layout, world_size))
     if problems:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from skyrl_train.algorithms.tables import ADVANTAGES, LOSSES, compares_with_greedy
 from skyrl_train.checks.engines import check_vllm
 from skyrl_train.checks.model import model_problems
-from skyrl_train.checks.model_folder import check_scoring_models, checked_folder
+from skyrl_train.checks.model_folder import check_scoring_models, check_transformer_config, checked_folder
 from skyrl_train.checks.rl import check
 from skyrl_train.checks.tokenizer import check_tokenizer, load_tokenizer
-from skyrl_train.checks.training import adapter_problems
+from skyrl_train.checks.training import POLICY, adapter_problems
 from skyrl_train.cluster.session import known_device_type
 from skyrl_train.config import Config, ConfigError
 from skyrl_train.hf import adapter_file
@@ -34,6 +34,7 @@ def checked_model(config: Config) -> tuple[PretrainedConfig, PreTrainedTokenizer
     """Raises: ValueError for a missing model, or weights, tokenizer, adapter or reference that do not fit."""
     key, path, trainer = "trainer.policy.model.path", config.trainer.policy.model.path, config.trainer
     folder, model = checked_folder(key, path, trainer.download_timeout_s)
+    check_transformer_config(trainer.policy.megatron_config, POLICY, folder)
     check_vllm(config, model, known_device_type())
     adapter_file.check(folder, trainer.policy.model.lora)
     tokenizer = load_tokenizer(folder, key, trainer.trust_remote_code)

@@ -27,42 +27,6 @@ from skyrl_train.megatron.model.families import corrections, family
 from skyrl_train.megatron.model.stages import layers_of_stages, megatron_layout
 from skyrl_train.megatron.weights.gather import gather_json
 
-PINNED = {
-    "calculate_per_token_loss": "the gradient would depend on the number of micro-batches and ranks",
-    "variable_seq_lengths": "micro-batches differ in length",
-    "sequence_parallel": "set megatron_config.sequence_parallel",
-    "recompute_granularity": "set megatron_config.recompute_granularity",
-    "moe_aux_loss_coeff": "set megatron_config.moe_aux_loss_coeff, the loss of the whole mini-batch",
-    "moe_router_load_balancing_type": "set megatron_config.moe_aux_loss_coeff, the loss of the whole mini-batch",
-    "moe_z_loss_coeff": "Megatron scales it with the tokens of each micro-batch, so it would depend on the split",
-    **dict.fromkeys(
-        ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy"),
-        "tokens would be dropped micro-batch by micro-batch, so the gradient would depend on the split",
-    ),
-    **dict.fromkeys(
-        ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps"),
-        "the engines' models have no such noise, and two passes over the same tokens would differ",
-    ),
-    "window_size": "tokens attend to their whole sample",
-    "mtp_num_layers": "multi-token-prediction layers are not trained",
-    **dict.fromkeys(
-        ("batch_p2p_comm", "overlap_p2p_comm"),
-        "stages send both directions at once, with virtual stages each on its own; otherwise one of two stages would "
-        "take the other's gradients for activations",
-    ),
-    **{
-        f"{size}_parallel_size": f"set megatron_config.{size}_parallel_size"
-        for size in (
-            "context",
-            "expert_model",
-            "expert_tensor",
-            "pipeline_model",
-            "tensor_model",
-            "virtual_pipeline_model",
-        )
-    },
-}
-"""Fields of Megatron's TransformerConfig that the code relies on, and why they are fixed or where to set them."""
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms inside multi-latent attention: transformers uses the default, whatever rms_norm_eps is."""
 
@@ -146,9 +110,6 @@ def build_bridge(path: str, megatron: MegatronConfig, dtype: torch.dtype, *, tor
         # Megatron's load-balancing loss is per micro-batch; balance.py has that of the mini-batch.
         fields |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
     fields |= _stages(hf_config, megatron)
-    for name in megatron.transformer_config_kwargs:
-        if name in PINNED:
-            raise ValueError(f"megatron_config.transformer_config_kwargs.{name} cannot be set: {PINNED[name]}")
     bridge.set_extra_args(**(fields | megatron.transformer_config_kwargs))
     recompute_cheap(bridge.config, cheap)
     virtual = bridge.config.virtual_pipeline_model_parallel_size

@@ -337,6 +337,23 @@ def test_the_base_and_the_quickstart_pass():
             "such field; did you mean num_layers_in_last_pipeline_stage\\?$",
         ),
         ([f"{MEGATRON}.transformer_config_kwargs={{foo: 3}}"], "foo is set: .* has no such field. Remove it$"),
+        *(
+            (
+                [f"{MEGATRON}.transformer_config_kwargs={{{name}: 1}}"],
+                f"^{MEGATRON}.*_kwargs.{name} cannot be set: {why}",
+            )
+            for name, why in [
+                ("calculate_per_token_loss", "the gradient would depend on the number of micro-batches"),
+                ("moe_z_loss_coeff", "Megatron scales it with the tokens of each micro-batch"),
+                ("moe_expert_capacity_factor", "tokens would be dropped micro-batch by micro-batch"),
+                ("attention_dropout", "the engines' models have no such noise"),
+                ("window_size", "tokens attend to their whole sample"),
+                ("tensor_model_parallel_size", "set megatron_config.tensor_model_parallel_size"),
+                ("batch_p2p_comm", "stages send both directions at once"),
+                ("qk_layernorm", "it follows from the model's config.json, .* Remove it"),
+                ("softmax_scale", "it follows from the model's config.json, .* Remove it"),
+            ]
+        ),
         (["generator.engine_init_kwargs.max_model_len=8k"], r"max_model_len is '8k': write a number of tokens"),
         (["generator.engine_init_kwargs.max_model_len=1000"], r"is 1536 tokens: more than .*max_model_len 1000"),
         ([f"{MEGATRON}.tensor_model_parallel_size=2"], "is 1 ranks: not a multiple of .* = 2. Add ranks or lower"),

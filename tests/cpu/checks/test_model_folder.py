@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +15,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
-from skyrl_train.checks.model_folder import check_scoring_models
+from skyrl_train.checks.model_folder import check_scoring_models, check_transformer_config
 from skyrl_train.checks.tokenizer import check_same_tokens, check_tokenizer, load_tokenizer
 from skyrl_train.checks.weights import check_weights, shapes_of
-from skyrl_train.config import load_config
+from skyrl_train.config import ConfigError, load_config
 from tests.support.families import FAMILIES, write_family
 from tests.support.tiny import chatml_tokenizer, tiny_tokenizer, write_tiny_model
 
@@ -226,6 +227,39 @@ def test_a_teacher_that_engines_cannot_compute_is_refused(tmp_path: Path):
     check_scoring_models(trainer, tiny_tokenizer(), "cuda")
     with pytest.raises(ValueError, match=r"trainer.teacher.model.path is .*teacher: its attention heads have size 48"):
         check_scoring_models(trainer, tiny_tokenizer(), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "expected"),
+    [
+        ("layernorm_epsilon: 1.0", "layernorm_epsilon is 1.0: the config.json of {} has rms_norm_eps 1e-06, by which"),
+        ("kv_channels: 8", "kv_channels is 8: the config.json of {} has head_dim "),
+        ("rotary_base: 7", "rotary_base is 7: the config.json of {} has rope_theta 1"),
+        ("moe_router_topk: 2", "moe_router_topk is 2: the config.json of {} has no num_experts_per_tok"),
+        ("layernorm_epsilon: 1e-06, num_layers: 2, bias_activation_fusion: false, fp8: e4m3", None),
+    ],
+)
+def test_megatron_gets_no_other_values_than_those_of_the_models_config(
+    kwargs: str, expected: str | None, tmp_path: Path
+):
+    folder = str(write_tiny_model(tmp_path / "model"))
+    config = load_config(
+        [
+            f"trainer.policy.model.path={folder}",
+            "trainer.algorithm.use_kl_loss=true",
+            f"trainer.ref.megatron_config.transformer_config_kwargs={{{kwargs}}}",
+        ]
+    )
+    layout = "trainer.ref.megatron_config"
+    if expected is None:
+        check_transformer_config(config.trainer.ref.megatron_config, layout, folder)
+        check_scoring_models(config.trainer, tiny_tokenizer(), None)
+        return
+    start = re.escape(f"{layout}.transformer_config_kwargs.{expected.format(folder)}")
+    with pytest.raises(ConfigError, match=rf"^{start}.* Remove it$"):
+        check_transformer_config(config.trainer.ref.megatron_config, layout, folder)
+    with pytest.raises(ConfigError, match=start):
+        check_scoring_models(config.trainer, tiny_tokenizer(), None)
 
 
 def other_tokenizer() -> PreTrainedTokenizerFast:

@@ -11,10 +11,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from skyrl_train.config import load_config
+from skyrl_train.config import ConfigError, load_config
 from skyrl_train.entrypoints.experiment import Experiment
 from skyrl_train.rollout.admission import Admission
 from skyrl_train.rollout.contract import RolloutFailure
+from skyrl_train.service.checks import checked_model
 from skyrl_train.tasks.tiny import VOCABULARY
 from skyrl_train.types import Group, Sample, SamplingParams
 from tests.support.jobs import write_world
@@ -58,6 +59,16 @@ def test_an_override_that_returns_nothing_is_an_error_that_names_it_and_what_it_
     with pytest.raises(ValueError, match=rf"Own.get_rollout \({__file__}:{line}\) returned None: {what}"):
         run.get_rollout(None)
     assert run.get_hints() is None and run.get_answer() is None
+
+
+def test_a_policy_with_another_norm_than_its_config_is_refused_before_the_start(experiment: Experiment):
+    kwargs = "trainer.policy.megatron_config.transformer_config_kwargs"
+    config = load_config([f"trainer.policy.model.path={experiment.model_folder}", f"{kwargs}.layernorm_epsilon=1.0"])
+    expected = f"{kwargs}.layernorm_epsilon is 1.0: the config.json of {experiment.model_folder} has rms_norm_eps 1e-0"
+    with pytest.raises(ConfigError, match=expected):
+        Experiment(config, Console(quiet=True))
+    with pytest.raises(ConfigError, match=expected):
+        checked_model(config)
 
 
 def test_a_token_beyond_the_models_vocabulary_is_a_failure_of_the_rollout_that_returned_it(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
+from skyrl_train.config import ConfigError
 from skyrl_train.config.rl import VERIFY
 from skyrl_train.entrypoints.verify_layout import checked_layouts, main
 from skyrl_train.megatron.model import bridge
@@ -162,6 +163,8 @@ def test_the_layout_to_compare_with_has_its_own_sizes_and_the_other_settings(exp
     assert (first.sizes, against.sizes) == ("PP2", "one process")
     assert not against.megatron.sequence_parallel and not against.megatron.transformer_config_kwargs
     assert first.megatron.transformer_config_kwargs == {"num_layers_in_first_pipeline_stage": 1}
+    with pytest.raises(ConfigError, match=f"{kwargs}.window_size cannot be set: tokens attend to their whole sample"):
+        checked_layouts(VERIFY.load([*values, f"{kwargs}.window_size=1"]))
 
 
 def test_a_model_that_cannot_be_had_is_not_called_inexact(

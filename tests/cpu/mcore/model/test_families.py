@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from skyrl_train.hf.checkpoint import tensor_files
+from skyrl_train.hf.transformer_config import OF_CONFIG, OF_FAMILY, PINNED, model_problems
 from skyrl_train.megatron.model.bridge import build_bridge
 from skyrl_train.megatron.model.parallel import join
 from skyrl_train.megatron.verify.layout_check import run_layout
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous
-from tests.support.families import make_trial, write_family
+from tests.support.families import FAMILIES, make_trial, write_family
 from tests.support.layouts import layout
 
 
@@ -72,22 +76,45 @@ def test_fp8_weights_are_read_with_the_scales_of_their_blocks(block: tuple[int, 
     assert torch.equal(read.logprobs, expected.logprobs)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "calculate_per_token_loss",
-        "moe_z_loss_coeff",
-        "moe_expert_capacity_factor",
-        "attention_dropout",
-        "window_size",
-        "tensor_model_parallel_size",
-        "batch_p2p_comm",
-    ],
-)
-def test_a_field_that_would_break_exactness_cannot_be_passed_to_megatron(name: str, tmp_path: Path):
-    write_family("qwen3_moe", tmp_path)
-    with pytest.raises(RuntimeError, match=f"transformer_config_kwargs.{name} cannot be set"):
-        run_layout(make_trial(tmp_path), layout(1, {}, transformer_config_kwargs={name: 1}))
+FREE = {
+    *("attention_backend", "bf16", "disable_bf16_reduced_precision_matmul", "params_dtype", "pipeline_dtype"),
+    *("masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion"),
+    *("gradient_accumulation_fusion", "persist_layer_norm", "use_cpu_initialization", "batch_p2p_sync"),
+    *("moe_grouped_gemm", "moe_router_dtype", "moe_shared_expert_overlap", "moe_token_dispatcher_type"),
+    *("moe_router_bias_update_rate", "mtp_loss_scaling_factor"),
+}
+"""Fields of precision, kernels and training."""
+
+
+def _fields_of_families(rendezvous: Rendezvous, folders: list[str]) -> dict[str, tuple[set[str], list[str]]]:
+    """Folder -> fields that the bridge passes to Megatron, and problems of giving it the same values."""
+    megatron = layout(1, {}).megatron
+    join(rendezvous, megatron, 1)
+    given: set[str] = set()
+
+    def recorded(build: Callable[..., None]) -> Callable[..., None]:
+        return lambda self, **fields: (given.update(fields), build(self, **fields))[1]
+
+    for kind in (TransformerConfig, MLATransformerConfig):  # of this process, which ends
+        kind.__init__ = recorded(kind.__init__)  # type: ignore[method-assign]
+    found = {}
+    for folder in folders:
+        given.clear()
+        config = build_bridge(folder, megatron, torch.float32, torch_layers=True).config
+        own = {name: value for name in given & OF_CONFIG.keys() if (value := getattr(config, name)) is not None}
+        if config.multi_latent_attention:  # whose head sizes are other fields
+            own.pop("kv_channels", None)
+        problems = model_problems("kwargs", own, AutoConfig.from_pretrained(folder), folder)
+        found[folder] = (set(given), list(problems))
+    return found
+
+
+def test_each_field_that_a_bridge_sets_is_free_or_that_of_the_model(tmp_path: Path):
+    folders = [str(write_family(family, tmp_path / family)) for family in FAMILIES]
+    (found,) = run_on_ranks(_fields_of_families, folders, 1, timeout_s=120)
+    for given, problems in found.values():
+        assert len(given & OF_CONFIG.keys()) >= 7 and not problems
+        assert not given - FREE - PINNED.keys() - OF_FAMILY - OF_CONFIG.keys()
 
 
 def test_other_fields_reach_megatron_and_replace_ours(tmp_path: Path):
