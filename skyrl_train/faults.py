@@ -117,6 +117,25 @@ def _note_left_out(owner: str, name: str, kind: str) -> None:
     log.warning("the metric %s of the %s is left out: it is a %s, not a number", name, owner, kind)
 
 
+def plain_json(value: Any, name: str) -> Any:
+    """A copy in JSON values that JSON does not change; numbers of numpy and torch become Python's.
+
+    Raises: TypeError naming the entry for anything else, such as a set, a tuple or a key that is not text. Args: name:
+        of the value in the error.
+    """
+    if callable(getattr(value, "item", None)) and getattr(value, "shape", None) == ():
+        value = value.item()
+    if isinstance(value, dict):
+        if others := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"{name} has the key {_short(others[0])}")
+        return {key: plain_json(entry, f"{name}[{key!r}]") for key, entry in value.items()}
+    if isinstance(value, list):
+        return [plain_json(entry, f"{name}[{index}]") for index, entry in enumerate(value)]
+    if not isinstance(value, str | int | float | None):
+        raise TypeError(f"{name} is {_short(value)}")
+    return value
+
+
 def is_cancellation(error: BaseException) -> bool:
     """Whether it comes of the current task's cancellation, perhaps turned into another error by own code, which may
     also raise CancelledError by itself, as async clients do.

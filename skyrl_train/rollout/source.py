@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from skyrl_train.config import Config
 from skyrl_train.data.order import Order
-from skyrl_train.faults import described, is_cancellation, is_of_package, name_of, numbers, passes
+from skyrl_train.faults import described, is_cancellation, is_of_package, name_of, numbers, passes, plain_json
 from skyrl_train.rollout import contract
 from skyrl_train.rollout.admission import Admission
 from skyrl_train.rollout.collect import Collector, Progress
@@ -104,13 +104,29 @@ class HoldsGroups(Protocol):
         """Continue after a snapshot. Raises: ValueError for one that does not fit."""
 
 
+def state_of(source: Resumable, state: SourceState | None = None) -> SourceState:
+    """A copy of a source's state, or of the given one. Raises: SourceFailure for what a checkpoint would not return."""
+    given: object = source.state if state is None else state
+    try:
+        if isinstance(given, dict):
+            return plain_json(given, "state")
+        raise TypeError(f"state is {type(given).__name__} {given!r:.60}")
+    except TypeError as error:
+        raise SourceFailure(
+            f"the source {name_of(type(source))} cannot be saved in a checkpoint: {error}. Return from `state` a dict "
+            "of JSON values: text, numbers, True, False, None, lists, and dicts with keys of text"
+        ) from error
+
+
 def snapshot_of(source: Resumable, state: SourceState | None = None) -> tuple[SourceState, bytes]:
     """State of a source and its finished groups, taken at once: others may finish while files are written.
-    Args: state: instead of the present one, for a source that holds no groups.
+
+    Args: state: instead of the present one, for a source that holds no groups. Raises: like `state_of`.
     """
     if isinstance(source, HoldsGroups):
-        return source.snapshot()
-    return dict(source.state) if state is None else state, b""
+        state, groups = source.snapshot()
+        return state_of(source, state), groups
+    return state_of(source, state), b""
 
 
 def resume_source(source: Resumable, state: SourceState, groups: bytes) -> None:

@@ -15,7 +15,7 @@ from skyrl_train.cluster.ranks.model_group import ModelGroup
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.hf.checkpoint import export_sum
-from skyrl_train.rollout.source import Resumable, resume_source, snapshot_of
+from skyrl_train.rollout.source import Resumable, resume_source, snapshot_of, state_of
 from skyrl_train.tracking.run_dir import HeldFolder
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
@@ -149,7 +149,7 @@ class Loop(ABC):
 
     async def _step_or_checkpoint(self) -> Metrics:
         """A step. If it fails before its first optimizer step, the state after the last step is saved."""
-        before = dict(self._source.state)
+        before = state_of(self._source) if self._trainer_config.ckpt_interval > 0 else {}
         try:
             return await self.step()
         except Exception as error:

@@ -276,7 +276,7 @@ def _write(folder: Path, number: int, state: RunState, files: Mapping[str, FileS
     """Write the record atomically and durably (a loss of power cannot corrupt it)."""
     record: dict[str, Any] = {"format": FORMAT, "number": number, "state": asdict(state)}
     record["files"] = {name: asdict(file) for name, file in files.items()}
-    record["sha256"] = _digest(record)
+    record["sha256"] = _digest(json.loads(json.dumps(record)))  # as it is read: its keys are text
     write_durably(folder / DRAFT, f"{json.dumps(record, indent=2)}\n".encode())
     (folder / DRAFT).replace(folder / RECORD)
     for path in (folder, folder.parent):

@@ -123,7 +123,7 @@ class StreamingSource:
             log.warning("finished groups are not in the checkpoint, a resumed run generates them again: %s", error)
             return self.state, b""
         versions = {version for saved in groups for s in saved.group.samples for version, _ in s.known_spans}
-        steps = [(version, step) for version, step in self._metrics.steps.items() if version in versions]
+        steps = [[version, step] for version, step in self._metrics.steps.items() if version in versions]
         running = sorted(self._buffer.running.values(), key=lambda ticket: ticket.number)
         return self._state(running) | {"steps": steps, "policy_version": self._parts.policy_version()}, data
 

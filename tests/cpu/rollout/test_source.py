@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +18,15 @@ from skyrl_train.config import load_config
 from skyrl_train.rollout.admission import Admission, Failure, Ledger
 from skyrl_train.rollout.collect import Collector
 from skyrl_train.rollout.contract import Engines, RolloutFailure
-from skyrl_train.rollout.source import OnPolicySource, SourceFailure, SourceParts, SourceState, groups_of, metrics_of
+from skyrl_train.rollout.source import (
+    OnPolicySource,
+    SourceFailure,
+    SourceParts,
+    SourceState,
+    groups_of,
+    metrics_of,
+    snapshot_of,
+)
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.types import Group, Metrics, Prompt, Sample, SamplingParams
 from tests.support.rollouts import Quiet, engines_of, prompt, sample
@@ -228,6 +238,37 @@ def test_metrics_of_a_users_source_that_are_no_numbers_cost_themselves_alone(
     Reports.__qualname__ = "Reports"
     assert metrics_of(Reports()) == kept  # type: ignore[arg-type]
     assert said in caplog.text
+
+
+def test_numbers_of_numpy_and_torch_in_a_state_are_plain_and_the_state_is_a_copy():
+    source = Own(World().parts, lambda parts: None)
+    seen = [np.int64(3), {"share": np.float32(0.5), "last": torch.tensor(7)}, None, True, "x", math.inf]
+    source.state = {"seen": seen}
+    state, groups = snapshot_of(source)
+    seen.clear()
+    assert state == {"seen": [3, {"share": 0.5, "last": 7}, None, True, "x", math.inf]} and groups == b""
+    assert json.loads(json.dumps(state)) == state
+    assert snapshot_of(source, {"file": np.int8(1)}) == ({"file": 1}, b"")
+
+
+@pytest.mark.parametrize(
+    ("state", "problem"),
+    [
+        ({"used": {2: 1, 10: 1}}, r"state\['used'\] has the key int 2"),
+        ({"rows": [{"at": (1, 2)}]}, r"state\['rows'\]\[0\]\['at'\] is tuple \(1, 2\)"),
+        ({"left": {1}}, r"state\['left'\] is set \{1\}"),
+        ({"used": np.zeros(2)}, r"state\['used'\] is ndarray array\(\[0., 0.\]\)"),
+        ({"used": torch.zeros(2)}, r"state\['used'\] is a tensor of dtype float32 and shape \[2\]"),
+        ([1], "state is list"),
+        (None, "state is NoneType"),
+    ],
+)
+def test_a_state_that_a_checkpoint_would_not_return_is_refused_with_its_entry(state: Any, problem: str):
+    source = Own(World().parts, lambda parts: None)
+    source.state = state
+    said = rf"^the source tests.cpu.rollout.test_source:Own cannot be saved in a checkpoint: {problem}.*\. Return from"
+    with pytest.raises(SourceFailure, match=said):
+        snapshot_of(source)
 
 
 def test_errors_of_rollouts_engines_and_cancellation_pass_a_users_source_as_they_are():

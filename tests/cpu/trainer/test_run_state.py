@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -27,6 +28,7 @@ from skyrl_train.entrypoints.resume import (
 from skyrl_train.file_sum import FileSum, sum_of
 from skyrl_train.hf.checkpoint import INDEX, SUMS, export_sum
 from skyrl_train.hf.identity import identity
+from skyrl_train.rollout.source import SourceFailure
 from skyrl_train.tracking.run_dir import write_record
 from skyrl_train.trainer import run_state as module
 from skyrl_train.trainer.from_config import settings_of
@@ -111,6 +113,27 @@ def test_a_run_with_another_source_does_not_resume_and_a_state_of_ones_own_comes
     assert chosen is not None and chosen.state.source == {"file": 3, "line": [1, 2]}
     with pytest.raises(ValueError, match="trainer.source was own_source:Files, now None"):
         chosen_checkpoint(reinforcement(resume), NUM_ROWS)
+
+
+def test_a_record_has_the_digest_of_what_is_read(tmp_path: Path):
+    """JSON makes text of keys, in whose order the digest is computed: 10 before 2."""
+    folder = save(trainer_config(tmp_path), 4, source={"used": {2: 1, 10: 1}})
+    assert load_checkpoint(folder).state.source == {"used": {"2": 1, "10": 1}}
+
+
+@pytest.mark.parametrize(("interval", "is_refused"), [(4, True), (-1, False)])
+def test_a_state_that_cannot_be_saved_ends_a_run_with_checkpoints_before_its_first_step(
+    interval: int, is_refused: bool, tmp_path: Path
+):
+    loop = Counting(trainer_config(tmp_path, f"trainer.ckpt_interval={interval}"), 2)
+
+    class Own:
+        state: ClassVar[dict[str, Any]] = {"left": {1}}
+
+    loop._source = Own()  # type: ignore[assignment]
+    with pytest.raises(SourceFailure, match="left") if is_refused else contextlib.nullcontext():
+        asyncio.run(loop.train())
+    assert loop.policy.num_steps == (0 if is_refused else 2)
 
 
 def test_a_run_with_cancelled_rows_resumes(tmp_path: Path):
