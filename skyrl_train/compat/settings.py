@@ -42,11 +42,13 @@ _reported: list[Translation] = []
 
 
 def translate_arguments() -> None:
-    """Replace keys of 0.4 in `sys.argv` by those that exist here."""
+    """Replace keys of 0.4 in `sys.argv` by those that exist here, and add the + that Hydra wants before new keys of
+    free-form mappings (data.columns).
+    """
     arguments, translation = translated(sys.argv[1:])
     if translation or translation.problems:
         _pending.append((sys.argv[1:], translation))
-        sys.argv[1:] = arguments
+    sys.argv[1:] = arguments
 
 
 def translated(arguments: Sequence[str], values: Mapping[str, Any] = {}) -> tuple[list[str], Translation]:

@@ -1,6 +1,6 @@
-"""A model as the judge of responses, in the form of skyrl_train 0.4. The judge's key is in OPENAI_API_KEY.
+r"""A model as the judge of responses, in the form of skyrl_train 0.4. The judge's key is in OPENAI_API_KEY.
 
-python main_llm_as_a_judge.py +experiment=quickstart environment.env_class=llm_as_a_judge \
+python main_llm_as_a_judge.py +experiment=quickstart environment.env_class=llm_as_a_judge data.columns.env_class=null \
     +environment.skyrl_gym.llm_as_a_judge.base_url=http://127.0.0.1:8000/v1 \
     +environment.skyrl_gym.llm_as_a_judge.model=judge
 """

@@ -1,8 +1,8 @@
 r"""An environment registered in the program, in the form of skyrl_train 0.4. The first command writes the rows.
 
 python multiply_dataset.py multiply.jsonl
-python main_multiply.py +experiment=quickstart data.train_data=[multiply.jsonl] data.val_data=[] \
-    +environment.skyrl_gym.multiply.format_reward=0.5
+python main_multiply.py +experiment=quickstart 'data.train_data=[multiply.jsonl]' 'data.val_data=[]' \
+    environment.env_class=multiply +environment.skyrl_gym.multiply.format_reward=0.5
 """
 
 import hydra

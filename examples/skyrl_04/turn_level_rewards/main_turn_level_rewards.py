@@ -1,7 +1,8 @@
 r"""Rewards of turns, and a trainer that changes them, in the form of skyrl_train 0.4.
 
-python main_turn_level_rewards.py +experiment=quickstart environment.env_class=second_try generator.max_turns=2 \
-    generator.max_input_length=64 trainer.algorithm.advantage_estimator=reinforce++ +later_turns=0.5
+python main_turn_level_rewards.py +experiment=quickstart environment.env_class=second_try data.columns.env_class=null \
+    generator.max_turns=2 generator.max_input_length=64 trainer.algorithm.advantage_estimator=reinforce++ \
+    +later_turns=0.5
 """
 
 from typing import Any

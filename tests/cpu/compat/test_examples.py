@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import math
+import os
 import re
+import shlex
 import subprocess
 import sys
 import uuid
@@ -28,31 +31,32 @@ from tests.support.jobs import ROOT, WITHOUT_VLLM, start_command, write_world
 from tests.support.tiny import tiny_tokenizer
 
 EXAMPLES = ROOT / "examples/skyrl_04"
-IN_PROCESS = {
-    "multiply": [
-        "data.train_data=[WORLD/products.jsonl]",
-        "environment.env_class=multiply",
-        "+environment.skyrl_gym.multiply.format_reward=0.5",
-    ],
-    "custom_advantage": ["trainer.algorithm.advantage_estimator=median"],
-    "turn_level_rewards": [
-        *("environment.env_class=second_try", "generator.max_turns=2", "generator.max_input_length=64"),
-        *("trainer.algorithm.advantage_estimator=reinforce++", "+later_turns=0.5"),
-    ],
-    "custom_generator": ["generator.max_input_length=64", "+second_chance.digit_reward=0.5"],
-    "llm_as_a_judge": [
-        *("environment.env_class=llm_as_a_judge", "+environment.skyrl_gym.llm_as_a_judge.model=judge"),
-        "+environment.skyrl_gym.llm_as_a_judge.base_url=JUDGE",
-    ],
-    "async": ["trainer.fully_async.max_staleness_steps=2"],
-}
+IN_PROCESS = ("multiply", "custom_advantage", "turn_level_rewards", "custom_generator", "llm_as_a_judge", "async")
+JUDGE = "http://127.0.0.1:8000/v1"
+"""Address of the judge in the command of the example."""
+ENV_CLASS = "rewards:Digits"
+"""Environment of each row, as the rows of the quickstart name theirs."""
 TINY = (
     *("trainer.train_batch_size=8", "trainer.policy_mini_batch_size=4", "trainer.max_tokens_per_microbatch=96"),
     *("trainer.max_prompt_length=16", "trainer.bf16=false", "generator.n_samples_per_prompt=4", "trainer.logger=[]"),
-    *("generator.sampling_params.max_generate_length=4", "environment.env_class=rewards:Digits", "data.val_data=[]"),
+    *("generator.sampling_params.max_generate_length=4", f"environment.env_class={ENV_CLASS}", "data.val_data=[]"),
     *("trainer.placement.colocate_all=false", "trainer.max_training_steps=2", "generator.kv_cache_memory_gb=0.1"),
     "trainer.algorithm.use_kl_loss=false",
 )
+
+
+def commands(name: str) -> list[list[str]]:
+    """Script and arguments of each command in an example's docstring; the last is the program."""
+    text = ast.get_docstring(ast.parse((EXAMPLES / name / f"main_{name}.py").read_text())) or ""
+    found = re.findall(r"^python (.*)$", text.replace("\\\n", ""), re.MULTILINE)
+    return [shlex.split(each) for each in found]
+
+
+def own_arguments(name: str) -> list[str]:
+    """Arguments of an example besides the experiment, whose model and data are those of the test."""
+    script, experiment, *own = commands(name)[-1]
+    assert (script, experiment) == (f"main_{name}.py", "+experiment=quickstart")
+    return own
 
 
 @pytest.mark.slow
@@ -61,8 +65,7 @@ def test_the_custom_loss_trains_by_its_command_line(tmp_path: Path):
     """With keys of 0.4, in a Ray task; the rank is another process, which imports the program."""
     world = write_world(tmp_path / "world")
     command = [sys.executable, str(EXAMPLES / "custom_loss/main_custom_loss.py"), "--config-dir", "configs"]
-    own = ["trainer.algorithm.policy_loss_type=squared_drift", "+trainer.algorithm.drift_coef=0.1"]
-    arguments = ["+experiment=tiny", *own, "trainer.strategy=fsdp2", WITHOUT_VLLM]
+    arguments = ["+experiment=tiny", *own_arguments("custom_loss"), "trainer.strategy=fsdp2", WITHOUT_VLLM]
     job = start_command([*command, *arguments], world, "tiny", uuid.uuid4().hex, {})
     try:
         assert job.wait() == 0, job.story()
@@ -83,15 +86,15 @@ def entry_points(rendezvous: Rendezvous, arguments: tuple[str, str, list[str]]) 
     """Call each example's `skyrl_entrypoint`; its run trains in this process."""
     world, judge, overrides = arguments
     sys.path.insert(0, world)
+    os.chdir(world)
     process = InProcess(rendezvous)
     command.run = process.train
     results = {}
-    for name, own in IN_PROCESS.items():
+    for name in IN_PROCESS:
         sys.path.insert(0, str(EXAMPLES / name))
         module = importlib.import_module(f"main_{name}")
         sys.modules.pop("env", None)  # two examples have a module of this name
-        placed = (text.replace("JUDGE", judge).replace("WORLD", world) for text in own)
-        cfg = composed(*overrides, *placed)
+        cfg = composed(*overrides, *(text.replace(JUDGE, judge) for text in own_arguments(name)))
         validate_cfg(cfg)
         module.skyrl_entrypoint._function(cfg)
         results[name] = process.trained
@@ -132,7 +135,10 @@ def judge() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
     world = write_world(tmp_path_factory.mktemp("examples") / "world")
-    subprocess.run([sys.executable, EXAMPLES / "multiply/multiply_dataset.py", world / "products.jsonl"], check=True)
+    rows = [json.loads(line) | {"env_class": ENV_CLASS} for line in (world / "rows.jsonl").read_text().splitlines()]
+    (world / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for script, *arguments in commands("multiply")[:-1]:
+        subprocess.run([sys.executable, EXAMPLES / "multiply" / script, *arguments], cwd=world, check=True)
     files = [f"trainer.policy.model.path={world / 'model'}", f"data.train_data=[{world / 'rows.jsonl'}]"]
     with judge() as url:
         (found,) = run_on_ranks(entry_points, (str(world), url, [*TINY, *files]), 1, timeout_s=300)
@@ -196,7 +202,7 @@ def test_the_generator_of_an_example_trains_both_answers_and_not_the_refusal_bet
         is_written, rewards = sample.loss_mask[after], sample.rewards[after]
         text = tokenizer.decode(sample.token_ids[after])
         assert tokenizer.decode(sample.token_ids[after][~is_written]) == " no. again: " == text[4:-4]
-        earned = [0.5 * sum(map(str.isdigit, answer)) / 4 for answer in (text[:4], text[-4:])]
+        earned = [0.1 * sum(map(str.isdigit, answer)) / 4 for answer in (text[:4], text[-4:])]
         assert (rewards[3], rewards[-1]) == tuple(earned) and rewards.sum() == sum(earned)
     assert found.own_metrics["second_chance/avg_attempts"] == 2
 

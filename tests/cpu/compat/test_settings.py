@@ -123,6 +123,12 @@ def test_validate_cfg_reports_the_arguments_of_the_process_and_leaves_what_0_4_l
     assert not caplog.text
 
 
+def test_arguments_without_keys_of_0_4_may_remove_columns(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["main.py", *ROWS, "data.columns.env_class=null", "data.columns.prompt=question"])
+    translate_arguments()
+    assert sys.argv[-2:] == ["++data.columns.env_class=null", "++data.columns.prompt=question"]
+
+
 def test_validate_cfg_refuses_what_the_command_refuses(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "argv", ["main.py", "trainer.update_ref_every_epoch=true"])
     translate_arguments()
