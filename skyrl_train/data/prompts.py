@@ -88,6 +88,12 @@ def configured_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, sourc
             "%s: dropped %d of %d prompts with more than trainer.max_prompt_length=%d tokens",
             ", ".join(sources), loaded.num_dropped, loaded.num_dropped + len(loaded.prompts), longest,
         )  # fmt: skip
+    if answered := [prompt for prompt in loaded.prompts if prompt.messages[-1]["role"] == "assistant"]:
+        log.warning(
+            "%d of %d prompts end with a message of the assistant, the first one is %s: the response is the turn after "
+            "it, not its continuation. Remove the message with data.row_fn if it is the answer",
+            len(answered), len(loaded.prompts), answered[0].name,
+        )  # fmt: skip
     return loaded.prompts
 
 

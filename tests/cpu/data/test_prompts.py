@@ -13,8 +13,9 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from skyrl_train.config import load_config
 from skyrl_train.data.order import Order
-from skyrl_train.data.prompts import load_prompts
+from skyrl_train.data.prompts import configured_prompts, load_prompts
 from skyrl_train.data.rows import read_rows
 from skyrl_train.types import Example, Prompt
 from tests.support.tiny import chatml_tokenizer, tiny_tokenizer
@@ -304,6 +305,16 @@ def test_an_error_in_one_of_several_files_names_it_and_its_own_line_or_row(tmp_p
     where = "row 1" if ending == "parquet" else "line 3"
     with pytest.raises(ValueError, match=f"^{tmp_path}/b/rows.{ending}, {where}: `prompt` is missing"):
         load(str(tmp_path / f"*/rows.{ending}"))
+
+
+def test_prompts_that_end_with_an_answer_are_reported_once(tmp_path, caplog):
+    answered = row("1+2=")
+    answered["prompt"].append({"role": "assistant", "content": "3"})
+    config = load_config([])
+    for rows in ([row("1+1=")], [row("1+1="), answered, answered]):
+        configured_prompts(config, tiny_tokenizer(), [write_jsonl(tmp_path / f"{len(rows)}.jsonl", rows)])
+    (warning,) = caplog.messages
+    assert warning.startswith("2 of 3 prompts end with a message of the assistant, the first one is prompt 1 from ")
 
 
 def test_prompts_know_the_file_and_line_of_their_rows_of_which_some_may_be_dropped(tmp_path):
