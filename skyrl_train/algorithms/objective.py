@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -155,6 +159,13 @@ def negative_entropy(tokens: TokenInputs) -> LossTerms:
 
 # Logged without the prefix loss_metrics/, under the names of skyrl_train 0.4.
 OWN_METRICS = frozenset({"policy_kl", "policy_kl_max"})
+KEYS = {
+    "policy": "policy_loss_type",
+    "kl": "kl_estimator_type",
+    "distillation": "distillation.distillation_kl_estimator",
+    "correction": "corrections",
+}
+"""Name of a term -> key below `trainer.algorithm` that names its function."""
 
 
 def objective_loss(
@@ -168,12 +179,12 @@ def objective_loss(
     metrics: dict[str, Metric] = {}
     factor = None
     for correction in objective.corrections:
-        multiplier, own = correction(tokens)
+        multiplier, own = _result("correction", correction, tokens)
         factor = multiplier.detach() if factor is None else factor * multiplier.detach()
         metrics |= {f"{objective.name}/correction/{correction.name}/{name}": metric for name, metric in own.items()}
     loss = torch.zeros((), dtype=torch.float32, device=tokens.logprobs.device)
     for index, term in enumerate(objective.terms):
-        terms, own = term.loss(tokens)
+        terms, own = _result(term.name, term.loss, tokens)
         if factor is not None and (index == 0 or term.is_corrected):
             terms = terms * factor
         value = weighted_sum(terms, weights[term.reduction])
@@ -187,6 +198,35 @@ def objective_loss(
     if not objective.approximates:  # else the old logprobs are made of the engine's, and do not measure anything
         metrics |= _mismatch(tokens)
     return loss, metrics | ({} if objective.buckets is None else by_staleness(metrics, tokens, objective.buckets))
+
+
+def _result(name: str, bound: Bound, tokens: TokenInputs) -> Any:
+    """Call a function. An error of a user's own one is raised as RuntimeError with its key, name and line."""
+    try:
+        return bound(tokens)
+    except torch.OutOfMemoryError:  # explained by the process that has it
+        raise
+    except Exception as error:
+        functions = [bound.function, *filter(callable, bound.parameters.values())]
+        own = [function for function in functions if not function.__module__.startswith("skyrl_train.")]
+        if name not in KEYS or not own:
+            raise
+        made = f"{own[0].__module__}:{getattr(own[0], '__qualname__', type(own[0]).__name__)}"
+        message = f"{type(error).__name__}: {error}{place(own[0], error)}"
+        raise RuntimeError(f"trainer.algorithm.{KEYS[name]}: {made} raised {message}") from error
+
+
+def place(function: Callable[..., Any], error: Exception | None = None) -> str:
+    """` (FILE:LINE)` in the function's module: where it raised the error, or where it is defined; "" if unknown."""
+    file = getattr(sys.modules.get(function.__module__), "__file__", None)
+    code = getattr(inspect.unwrap(function), "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    lines = [code.co_firstlineno] if code is not None and code.co_filename == file else []
+    lines += [
+        frame.lineno
+        for frame in traceback.extract_tb(None if error is None else error.__traceback__)
+        if frame.filename == file and frame.lineno is not None
+    ]
+    return f" ({Path(file).name}:{lines[-1]})" if file is not None and lines else ""
 
 
 def _movement(tokens: TokenInputs) -> dict[str, Metric]:

@@ -7,6 +7,7 @@ import faulthandler
 import os
 import sys
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
@@ -59,6 +60,7 @@ class Host:
         try:
             return getattr(self._object, method)(*args, **kwargs)
         except Exception as error:
+            traceback.print_exc()  # the driver's message names this process's log
             kind = type(error)  # torch's, which not every process has imported; Ray has one of the host
             if kind.__name__ == "OutOfMemoryError" and kind.__module__.startswith("torch"):
                 raise explained(error, memory_in_use(), _devices()) from error

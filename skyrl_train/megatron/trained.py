@@ -52,7 +52,7 @@ class TrainedModel:
         self.ranks = join(rendezvous, config, seed)
         self._tracer = Tracer(config.torch_profiler_config, objective.name, rendezvous.rank)
         self.num_steps = 0
-        """Optimizer steps in the weights."""
+        """Optimizer steps in the weights, including one that failed."""
         self._model_path, self._objective, self._optimizer_config = model_path, objective, optimizer_config
         self._num_optimizer_steps = num_optimizer_steps
         dtype = dtype_of(bf16)
@@ -94,9 +94,9 @@ class TrainedModel:
             lr = learning_rate(self.num_steps, self._num_optimizer_steps, self._optimizer_config)
             set_learning_rate(self._optimizer, lr, self._optimizer_config.weight_decay)
             self._memory.settle()
+            self.num_steps += 1  # first: a step that fails may have changed weights
             with span("optimizer"):
                 norms.append(step_if_finite(self._optimizer))
-            self.num_steps += 1
             chosen = [sample for samples in mini_batch for sample in samples]
             flops += cost.train_flops(batch.cu_seqlens.diff()[chosen])
         metrics = update_metrics(passes, norms, lr, objective.name)
@@ -109,6 +109,11 @@ class TrainedModel:
             train_flops=flops,
             peak_flops=peak_flops(),
         )
+
+    def steps_begun(self) -> int:
+        """Optimizer steps in the weights, including one that failed; answers once the device has finished its work."""
+        synchronize()
+        return self.num_steps
 
     def offload(self, *parts: str) -> Moved:
         """Free the device memory of "weights", "optimizer" (with the gradients), or all; see residency/memory.py.

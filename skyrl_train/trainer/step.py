@@ -15,7 +15,7 @@ from skyrl_train.batching.hinted import with_prompts
 from skyrl_train.batching.limits import MicroBatchLimits
 from skyrl_train.batching.select import selections_of
 from skyrl_train.batching.split import balance_metrics, mini_batches_of, split
-from skyrl_train.cluster.ranks.policy_group import PolicyGroup, UpdateRefused
+from skyrl_train.cluster.ranks.policy_group import NoStepTaken, PolicyGroup, UpdateRefused
 from skyrl_train.cluster.ranks.shards import Shards
 from skyrl_train.config import Config
 from skyrl_train.data.hints import Hints
@@ -70,8 +70,8 @@ class TrainingStep:
 
         If every advantage is zero and no other term has a gradient, the update and the sync are skipped.
         Raises: before any optimizer step ValueError (groups that cannot be split), LogprobsDiffer (samples of another
-            policy), SyncCheckFailed (first check) and errors of the source; after it RemoteFailed, and SyncCheckFailed
-            for the published weights.
+            policy), SyncCheckFailed (first check), NoStepTaken and errors of the source; after it RemoteFailed, and
+            SyncCheckFailed for the published weights.
         """
         self.has_begun = False
         groups = self.groups = await groups_of(self.source)
@@ -178,6 +178,9 @@ class TrainingStep:
             except UpdateRefused as refused:
                 self.has_begun = had_begun
                 raise self.logprob_bound.error(refused.difference, version) from None
+            except NoStepTaken:
+                self.has_begun = had_begun
+                raise
         self.logprob_bound.report(reports.logprob_difference)
         return (
             balance_metrics(shards.batches, self.limits)

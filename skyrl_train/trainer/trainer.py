@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skyrl_train.cluster.calls import RemoteFailed
+from skyrl_train.cluster.ranks.policy_group import NoStepTaken
 from skyrl_train.config import Config
 from skyrl_train.rollout.metrics import rollout_metrics
 from skyrl_train.rollout.seeds import seed
@@ -82,9 +83,9 @@ class Trainer(Loop):
 
     async def _can_save(self, error: Exception) -> bool:
         """Whether the models can be saved, although a process may have failed after the step got its groups: not on
-        shared devices, where it may have failed while memory moved.
+        shared devices, where it may have failed while memory moved, unless it did so in an update.
         """
-        if not self._parts.step.groups or not isinstance(error, RemoteFailed):
+        if not self._parts.step.groups or not isinstance(error, RemoteFailed) or isinstance(error, NoStepTaken):
             return True
         models = [model for model in self._models if model.is_running]
         return not self._config.trainer.placement.colocate_all and all([await model.is_idle() for model in models])

@@ -6,12 +6,9 @@ The run itself does not check what functions return: its numbers would broadcast
 from __future__ import annotations
 
 import inspect
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +17,7 @@ from torch import Tensor
 from skyrl_train.algorithms.credit import assign_credit, reads_values
 from skyrl_train.algorithms.inputs import Correction, LossTerms, TokenInputs
 from skyrl_train.algorithms.metrics import Metric, Reduce
-from skyrl_train.algorithms.objective import Bound, Objective
+from skyrl_train.algorithms.objective import Bound, Objective, place
 from skyrl_train.algorithms.preflight.sample import sample_of_three, two_samples_of_two
 from skyrl_train.algorithms.reductions import MaxLengths, weighted_sum
 from skyrl_train.algorithms.tables import REDUCTIONS
@@ -86,11 +83,11 @@ def _failures(named: str, bound: Bound, contract: Contract, call: Callable[[Boun
         call(bound)
     except WrongResult as error:
         remedy = error.remedy or f"It must return {contract.result}"
-        yield f"trainer.algorithm.{named}: it returned {error.given}{_place(bound.function)}. {remedy}"
+        yield f"trainer.algorithm.{named}: it returned {error.given}{place(bound.function)}. {remedy}"
     except Exception as error:
         arguments = ", ".join([contract.inputs, *_own_arguments(bound)])
         yield (
-            f"trainer.algorithm.{named}: {type(error).__name__}: {error}{_place(bound.function, error)}. It is called "
+            f"trainer.algorithm.{named}: {type(error).__name__}: {error}{place(bound.function, error)}. It is called "
             f"as {bound.name}({arguments}) and must return {contract.result}"
         )
 
@@ -99,19 +96,6 @@ def _own_arguments(bound: Bound) -> list[str]:
     """The parameters that the function names, not all values of `**values`."""
     named = inspect.signature(bound.function).parameters
     return [f"{name}={value!r}" for name, value in bound.parameters.items() if name in named]
-
-
-def _place(function: Callable[..., Any], error: Exception | None = None) -> str:
-    """` (FILE:LINE)` in the function's module: where it raised the error, or where it is defined; "" if unknown."""
-    file = getattr(sys.modules.get(function.__module__), "__file__", None)
-    code = getattr(inspect.unwrap(function), "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    lines = [code.co_firstlineno] if code is not None and code.co_filename == file else []
-    lines += [
-        frame.lineno
-        for frame in traceback.extract_tb(None if error is None else error.__traceback__)
-        if frame.filename == file and frame.lineno is not None
-    ]
-    return f" ({Path(file).name}:{lines[-1]})" if file is not None and lines else ""
 
 
 def _call_loss(objective: Objective, loss: Bound) -> None:

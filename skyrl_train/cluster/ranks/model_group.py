@@ -114,3 +114,10 @@ class ModelGroup:
         except RemoteFailed:
             return False
         return True
+
+    async def have_taken(self, num_steps: int) -> bool:
+        """Whether every rank answers like in `is_idle`, and has begun this number of optimizer steps."""
+        try:
+            return set(await self.group.all("steps_begun", timeout_s=IDLE_S)) == {num_steps}
+        except RemoteFailed:
+            return False

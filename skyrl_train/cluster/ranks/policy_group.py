@@ -11,6 +11,7 @@ import ray
 from torch import Tensor
 
 from skyrl_train.algorithms.objective import Objective
+from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.ranks.model_group import ModelGroup
 from skyrl_train.cluster.ranks.shards import Shards
 from skyrl_train.cluster.ranks.worker_group import WorkerGroup
@@ -36,6 +37,12 @@ class UpdateRefused(RuntimeError):
     def __init__(self, difference: float) -> None:
         super().__init__(f"the logprobs of engine and trainer differ by {difference:.3g} nats in mean")
         self.difference = difference
+
+
+class NoStepTaken(RemoteFailed):
+    """An update failed on a rank before the first optimizer step of any rank. All ranks answer, with the weights and
+    optimizer state of before; they cannot train further.
+    """
 
 
 @dataclass(slots=True)
@@ -118,14 +125,20 @@ class PolicyGroup(ModelGroup):
         """One optimizer step per mini-batch and epoch on all ranks, of the given objective or else the policy's own.
 
         Args: signals: name in TokenInputs -> a reference to the values [T] of each shard.
-        Raises: UpdateRefused beyond the limit; the ranks are then as before.
+        Raises: UpdateRefused beyond the limit; the ranks are then as before. RemoteFailed: NoStepTaken if they can
+            still be saved.
         """
         args = [(shard, epochs, objective, limit) for shard in self.of_rank(shards.refs)]
         own = [{name: refs[place.dp_rank] for name, refs in signals.items()} for place in self.ranks]
         async with self.weights_lock:
             had_changed, self.has_changed = self.has_changed, True
             self.num_updates += 1
-            reports: list[UpdateReport] = await self.group.each("update", args, own)
+            try:
+                reports: list[UpdateReport] = await self.group.each("update", args, own)
+            except RemoteFailed as error:
+                if await self.have_taken(self.num_steps):
+                    raise NoStepTaken(str(error)) from error
+                raise
             difference = reports[0].logprob_difference
             if reports[0].is_refused:
                 assert difference is not None

@@ -102,9 +102,9 @@ class WorkerGroup:
         refs = [actor.call.remote("build", entry_point, meeting, kwargs) for actor, meeting in calls]
         return await self.calls.gather("start", refs)
 
-    async def all(self, method: str, *args: Any) -> list[Any]:
-        """`worker.method(*args)` on every rank with the same arguments."""
-        return await self.calls.gather(f"run {method}", self._call(method, *args))
+    async def all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        """`worker.method(*args)` on every rank with the same arguments. Args: timeout_s: like `Calls.gather`."""
+        return await self.calls.gather(f"run {method}", self._call(method, *args), timeout_s=timeout_s)
 
     async def each(
         self,

@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from skyrl_train.algorithms.build import algorithm_problems
+from skyrl_train.algorithms.build import algorithm_problems, build_objective
+from skyrl_train.algorithms.objective import objective_loss
+from skyrl_train.algorithms.preflight.sample import sample_of_three
 from skyrl_train.algorithms.tables import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS
 from skyrl_train.config import load_config
 from skyrl_train.config.algorithm import PLACES
@@ -63,6 +66,11 @@ def only_factor(tokens): return tokens.advantages
 def infinite(tokens): return Correction(tokens.advantages / 0)
 def plain_factor(tokens): return Correction(tokens.advantages, {"x": 1.0})
 
+def untyped(tokens):
+    return Correction(None + 1)
+
+def misspelt_kl(logprobs, ref):
+    return ref.nothing
 def mean_kl(logprobs, ref): return (logprobs - ref).mean()
 def detached_kl(logprobs, ref): return (logprobs - ref).detach()
 
@@ -189,3 +197,36 @@ def test_a_parameter_of_the_wrong_type_is_shown_with_the_function_that_got_it():
 def test_a_loss_that_fails_is_not_called_again_to_see_whether_advantages_of_zero_give_a_gradient():
     (found,) = problems("policy_loss_type=own_mistakes:tensor", "advantage_estimator=zero")
     assert "own_mistakes:tensor: it returned a Tensor" in found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([LOSS + "misspelt"], "policy_loss_type: own_mistakes:misspelt raised AttributeError: 'TokenInputs' object"),
+        ([CORRECTION + "untyped]"], "corrections: own_mistakes:untyped raised TypeError: "),
+        (
+            [KL + "misspelt_kl", "use_kl_loss=true", "kl_loss_coef=0.1"],
+            "kl_estimator_type: own_mistakes:misspelt_kl raised AttributeError: 'Tensor' object",
+        ),
+    ],
+)
+def test_an_own_function_that_raises_in_an_update_is_named_with_its_key_and_line(overrides: list[str], expected: str):
+    """Here for the first call; the check before a run cannot see errors of later ones."""
+    algorithm = load_config([f"trainer.algorithm.{override}" for override in overrides]).trainer.algorithm
+    objective = build_objective(algorithm.values, 1.0)
+    weights = {reduction: torch.ones(3) for reduction in objective.reductions}
+    with pytest.raises(RuntimeError) as error:
+        objective_loss(objective, sample_of_three(objective.needs, ()), weights)
+    line = line_of(
+        {"misspelt": "  tokens.logprob)", "misspelt_kl": "ref.nothing", "untyped": "None + 1"}[
+            re.split("[:\\]]", overrides[0])[1]
+        ]
+    )
+    assert str(error.value).startswith(f"trainer.algorithm.{expected}")
+    assert str(error.value).endswith(f" (own_mistakes.py:{line})")
+
+
+def test_an_error_of_a_function_of_the_package_keeps_its_type():
+    objective = build_objective(load_config([]).trainer.algorithm.values, 1.0)
+    with pytest.raises(AttributeError):
+        objective_loss(objective, None, {})  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from skyrl_train.checks.rl import check
 from skyrl_train.cluster.calls import RemoteFailed
+from skyrl_train.cluster.ranks.policy_group import NoStepTaken
 from skyrl_train.config import ConfigError, load_config
 from skyrl_train.entrypoints import experiment
 from skyrl_train.entrypoints.experiment import Experiment
@@ -361,6 +362,23 @@ def test_a_process_that_fails_before_the_update_allows_a_checkpoint_where_the_po
     with pytest.raises(RemoteFailed, match="out of memory"):
         world.run()
     assert (tmp_path / "checkpoints/global_step_3/checkpoint.json").exists() == is_saved
+
+
+@pytest.mark.parametrize("share", ["true", "false"], ids=["shared devices", "own devices"])
+def test_an_update_that_fails_before_any_optimizer_step_loses_no_step(share: str, tmp_path: Path):
+    """Such as a loss that raises; on shared devices the policy has them, and nothing moves."""
+    own = ["trainer.eval_interval=-1", "trainer.ckpt_interval=100", f"trainer.placement.colocate_all={share}"]
+    world = World(tmp_path, *own)
+
+    async def update() -> None:
+        if world.version == 3:
+            world.trainer._parts.step.has_begun = False  # as `TrainingStep` does for this error
+            raise NoStepTaken("policy-0: my loss raised")
+
+    world.update = update
+    with pytest.raises(NoStepTaken, match="my loss"):
+        world.run()
+    assert load_checkpoint(tmp_path / "checkpoints/global_step_3").state.global_step == 3
 
 
 class KeepsNothing(StreamingSource):

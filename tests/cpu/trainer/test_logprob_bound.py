@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from skyrl_train.cluster.ranks.policy_group import UpdateRefused
+from skyrl_train.cluster.calls import RemoteFailed
+from skyrl_train.cluster.ranks.policy_group import NoStepTaken, UpdateRefused
 from skyrl_train.config import load_config
 from skyrl_train.config.rl import LogprobDifferenceConfig
 from skyrl_train.ranks import UpdateReport
@@ -159,5 +161,35 @@ def test_a_refused_update_leaves_the_driver_as_it_was(monkeypatch: pytest.Monkey
         _, totals = await policy.update(shards, {}, 1)
         assert totals.logprob_difference == 0.01
         assert (policy.num_updates, policy.policy_version, policy.num_steps, policy.has_changed) == (1, 1, 1, True)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("steps_of_ranks", "can_be_saved"),
+    [
+        ([4, 4], True),
+        ([4, 5], False),  # the other rank has begun an optimizer step
+        ([5, 5], False),  # an earlier mini-batch was trained
+        ([4, None], False),  # the other rank waits in a collective
+    ],
+)
+def test_a_rank_that_raises_costs_only_the_step_where_no_rank_has_begun_an_optimizer_step(
+    steps_of_ranks: list[int | None], can_be_saved: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("skyrl_train.cluster.ranks.model_group.IDLE_S", 0.1)
+    ranks = [FakeRank() for _ in steps_of_ranks]
+    for rank, steps in zip(ranks, steps_of_ranks, strict=True):
+        rank.answers["update"] = lambda *args, **kwargs: 1 / 0
+        rank.answers["steps_begun"] = Future() if steps is None else steps
+    shards: Any = SimpleNamespace(refs=[None], batches=[SimpleNamespace(mini_batches=[None])])
+
+    async def main() -> None:
+        policy = await policy_group(monkeypatch, *ranks)
+        policy.num_steps = 4
+        with pytest.raises(RemoteFailed, match="policy-0 failed to run update: ZeroDivisionError") as error:
+            await policy.update(shards, {}, 1)
+        assert isinstance(error.value, NoStepTaken) == can_be_saved
+        assert (policy.num_updates, policy.num_steps, policy.has_changed) == (1, 4, True), "a service restarts it"
 
     asyncio.run(main())

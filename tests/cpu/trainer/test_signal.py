@@ -15,7 +15,7 @@ import torch
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.algorithms.tables import LOSSES
 from skyrl_train.batching.build import build_experience
-from skyrl_train.cluster.ranks.policy_group import UpdateRefused, UpdateReports
+from skyrl_train.cluster.ranks.policy_group import NoStepTaken, UpdateRefused, UpdateReports
 from skyrl_train.config import load_config
 from skyrl_train.ranks import UpdateReport
 from skyrl_train.tracking.timers import Timers
@@ -216,12 +216,17 @@ async def is_refused(*args: Any, **kwargs: Any) -> Any:
     raise UpdateRefused(9.0)
 
 
+async def raises_in_a_loss(*args: Any, **kwargs: Any) -> Any:
+    raise NoStepTaken("policy-0")
+
+
 @pytest.mark.parametrize(
     ("change", "has_begun"),
     [
         (lambda world: setattr(world.step, "_credit", lambda *args, **kwargs: 1 / 0), False),
         (lambda world: setattr(world.step.first_check, "judge", fails), False),
         (lambda world: setattr(world.policy, "update", is_refused), False),
+        (lambda world: setattr(world.policy, "update", raises_in_a_loss), False),
         (lambda world: setattr(world.policy, "update", fails), True),
         (lambda world: setattr(world.step.residency, "sync_weights", fails), True),
     ],
@@ -234,7 +239,7 @@ def test_a_failed_step_says_whether_the_weights_may_have_changed(
         await world.learn(DIFFERENT)
         assert world.step.has_begun
         change(world)
-        with pytest.raises((ValueError, ZeroDivisionError)):
+        with pytest.raises((ValueError, ZeroDivisionError, NoStepTaken)):
             await world.learn(DIFFERENT)
         assert world.step.has_begun == has_begun
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from skyrl_train.algorithms.inputs import LossTerms, TokenInputs
+from skyrl_train.algorithms.objective import Bound
 from skyrl_train.megatron.passes.old_logprobs import compared_tokens
 from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.megatron.verify.layout_check import OPTIMIZER, Layout, Trial, share_of
@@ -104,3 +106,41 @@ def test_only_trained_tokens_of_compared_samples_are_compared():
     )
     is_compared = torch.tensor([True, False, False, False, True])
     assert compared_tokens(batch, is_compared).tolist() == [False, True, False, True, True, False]
+
+
+class RaisesLater:
+    """A loss that raises in a later call."""
+
+    num_calls_left = 0
+
+    def __call__(self, tokens: TokenInputs) -> LossTerms:
+        self.num_calls_left -= 1
+        if self.num_calls_left < 0:
+            raise KeyError("mine")
+        return LossTerms(-tokens.logprobs * tokens.advantages)
+
+
+def _raise_later(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, int]) -> tuple[int, bool]:
+    trial, one, num_mini_batches = arguments
+    loss = RaisesLater()
+    term = replace(trial.objective.terms[0], loss=Bound(loss))
+    objective = replace(trial.objective, terms=(term,))
+    policy = MegatronPolicy(
+        rendezvous, trial.model_path, one.megatron, ADAM, objective, bf16=False, seed=1, num_optimizer_steps=9
+    )
+    batch = share_of(trial, one, policy.ranks, num_mini_batches=num_mini_batches)
+    policy.keep_old_logprobs(batch)
+    loss.num_calls_left = len(batch.mini_batches[0]) - (num_mini_batches == 1)
+    before = {name: tensor.clone() for name, tensor in policy.export(torch.float32)}
+    with pytest.raises(RuntimeError, match="policy_loss_type: .*RaisesLater raised KeyError: 'mine'"):
+        policy.update(batch)
+    changed = any(not torch.equal(tensor, before[name]) for name, tensor in policy.export(torch.float32))
+    return policy.steps_begun(), changed
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_rank_whose_loss_raises_tells_whether_an_optimizer_step_was_begun(processes: int, dense: Path):
+    """In the last micro-batch of the only mini-batch, and in the first one of the second mini-batch."""
+    for num_mini_batches, steps in ((1, 0), (4, 1)):
+        arguments = make_trial(dense, LENGTHS), layout(processes, {}), num_mini_batches
+        assert run_on_ranks(_raise_later, arguments, processes, timeout_s=120) == [(steps, steps > 0)] * processes
