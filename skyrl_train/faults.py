@@ -163,7 +163,7 @@ def faults_of(sample: Sample, vocab_size: int | None = None) -> list[str]:
     Args: vocab_size: the policy's, None if unknown.
     """
     if not isinstance(sample, Sample):
-        return [f"is {_short(sample)}: it must be a skyrl_train.types.Sample"]
+        return [f"is {short(sample)}: it must be a skyrl_train.types.Sample"]
     return list(_wrong_types(sample)) or list(_wrong_values(sample, vocab_size))
 
 
@@ -171,10 +171,10 @@ def _wrong_types(sample: Sample) -> Iterator[str]:
     for name, (is_allowed, dtype) in TENSORS.items():
         value: Any = getattr(sample, name)
         if not (isinstance(value, Tensor) and is_allowed(value.dtype) and value.dim() == 1 and value.is_cpu):
-            yield f"has {_short(value)} as {name}: it must be a tensor of one {dtype} per token, on the CPU"
+            yield f"has {short(value)} as {name}: it must be a tensor of one {dtype} per token, on the CPU"
     for name, (kinds, words) in KINDS.items():
         if not isinstance(value := getattr(sample, name), kinds):
-            yield f"has {_short(value)} as {name}: it must be {words}"
+            yield f"has {short(value)} as {name}: it must be {words}"
 
 
 def _wrong_values(sample: Sample, vocab_size: int | None) -> Iterator[str]:
@@ -199,9 +199,9 @@ def _wrong_values(sample: Sample, vocab_size: int | None) -> Iterator[str]:
         yield f"has reward {reward} at token {token}: the rollout or environment must return finite rewards"
     for name, named in sample.named_rewards.items():
         if not _is_finite(named):
-            yield f"has named reward {name} {_short(named)}: the rollout or environment must return finite numbers"
+            yield f"has named reward {name} {short(named)}: the rollout or environment must return finite numbers"
     if not all(map(_is_span, sample.version_spans)):
-        yield f"has {_short(sample.version_spans)} as version_spans: each must be (version, number of tokens)"
+        yield f"has {short(sample.version_spans)} as version_spans: each must be (version, number of tokens)"
 
 
 def _is_finite(value: Any) -> bool:
@@ -215,7 +215,8 @@ def _is_span(span: Any) -> bool:
     return isinstance(span, list | tuple) and len(span) == 2 and all(isinstance(part, Integral) for part in span)
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """Type of a value, and its shape or first 60 characters."""
     if isinstance(value, Tensor):
         return f"a tensor of dtype {str(value.dtype).removeprefix('torch.')} and shape {list(value.shape)}"
     return f"{type(value).__name__} {value!r:.60}"

@@ -67,7 +67,7 @@ class HookedRun(Experiment):
         plain = super().get_collector(generate, rollout)
         if self._generator is None:
             return plain
-        arguments = plain.engines, self._step, self._reported.add, plain.deadline_s, plain.vocab_size
+        arguments = plain.engines, self._step, self._reported.add, plain.deadline_s
         return GeneratorCollector(self._generator, rollout, *arguments)
 
     def get_source(self, parts: SourceParts) -> GroupSource:

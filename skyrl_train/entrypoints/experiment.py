@@ -171,12 +171,13 @@ class Experiment(Run[Config, Processes]):
             max_input_length=generator.max_input_length,
             max_turns=generator.max_turns,
             config=self.config,
+            # Some models that are evaluated alone, such as those with images, have it elsewhere.
+            vocab_size=getattr(self.model_config, "vocab_size", None),
         )
         # Rollouts of a stream also run while the trainer holds shared devices, so their source watches them.
         is_stream = self.config.trainer.source == "streaming"
         deadline = None if is_stream else deadline_s(self.config, num_attempts=1)
-        # Some models that are evaluated alone, such as those with images, have it elsewhere.
-        return Collector(rollout, engines, deadline, getattr(self.model_config, "vocab_size", None))
+        return Collector(rollout, engines, deadline)
 
     def _watched(self, collector: Collector) -> Collector:
         """The collector for evaluations, with a deadline of their own also in a streaming run."""

@@ -57,14 +57,9 @@ class Collector:
     tail_s: float = 0.0
     """Seconds of the last collection after TAIL_BEGINS of its rollouts had ended."""
 
-    def __init__(
-        self, rollout: Rollout, engines: Engines, deadline_s: float | None = None, vocab_size: int | None = None
-    ) -> None:
-        """Args: deadline_s: seconds without the end of a rollout after which `collect` fails; None: never;
-        vocab_size: tokens of the policy's vocabulary, which those of samples must be; None: unknown.
-        """
+    def __init__(self, rollout: Rollout, engines: Engines, deadline_s: float | None = None) -> None:
+        """Args: deadline_s: seconds without the end of a rollout after which `collect` fails; None: never."""
         self._rollout, self.engines, self.deadline_s = rollout, engines, deadline_s
-        self.vocab_size = vocab_size
         self._ended_s = 0.0
         """Time at which a rollout last ended, or a collection began."""
 
@@ -148,7 +143,7 @@ class Collector:
         if not isinstance(samples, list) or not samples:
             raise self._failure(prompt, f"it returned {made!r:.200}. Return a Sample or a list of at least one")
         for number, sample in enumerate(samples):
-            if faults := faults_of(sample, self.vocab_size):
+            if faults := faults_of(sample, self.engines.vocab_size):
                 which = "the sample" if len(samples) == 1 else f"sample {number} of the {len(samples)}"
                 raise self._failure(prompt, f"{which} that it returned {listed(faults)}")
         if not samples[-1].ends_conversation:

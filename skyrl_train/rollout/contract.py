@@ -7,8 +7,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from numbers import Integral
 from typing import TYPE_CHECKING
 
+from skyrl_train.faults import short
 from skyrl_train.rollout.seeds import seeded
 from skyrl_train.types import Generate, Generation, Prompt, Sample, SamplingParams
 
@@ -71,6 +73,7 @@ class Engines:
         max_input_length: int,
         max_turns: int,
         config: Config | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self._generate = generate
         self.tokenizer = tokenizer
@@ -80,6 +83,8 @@ class Engines:
         """Maximum number of tokens of a request (`generator.max_input_length`)."""
         self.max_turns = max_turns
         """`generator.max_turns`, for rollouts that have turns."""
+        self.vocab_size = vocab_size
+        """Tokens of the policy's vocabulary; None if unknown."""
         self._config = config
         self._num_requests = 0
         self.requests = Requests()
@@ -107,8 +112,10 @@ class Engines:
         A response that a weight sync aborts (generator.pause_mode=abort) continues from its tokens with the new
         weights; with stop strings, of which the cut could hide one, it starts again.
 
-        Raises: ValueError for more tokens than `max_input_length`; GenerationAborted; errors of the engines.
+        Raises: ValueError for arguments that no engine can answer, and for more tokens than `max_input_length`;
+            GenerationAborted; errors of the engines.
         """
+        prompt_token_ids = self._checked(prompt_token_ids, sampling_params)
         if len(prompt_token_ids) > self.max_input_length:
             raise ValueError(
                 f"a request has {len(prompt_token_ids)} tokens, more than generator.max_input_length "
@@ -124,6 +131,32 @@ class Engines:
         if parts[-1].stop_reason == "abort":
             raise GenerationAborted(f"the engine aborted turn {number + 1} of a sample of prompt {route_key}")
         return parts[0] if len(parts) == 1 else self._joined(parts)
+
+    def _checked(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+        """The ids as Python's integers."""
+        given = None if isinstance(token_ids, list) and token_ids else short(token_ids)
+        kinds = set() if given else set(map(type, token_ids))
+        if any(not issubclass(kind, Integral) or kind is bool for kind in kinds):
+            given = f"a list that holds {', '.join(sorted(kind.__name__ for kind in kinds))}"
+        if given:
+            raise ValueError(
+                f"engines.generate got {given} as prompt_token_ids: it must be a list of at least one token id. Use "
+                "engines.chat.prompt_ids(messages) for messages, engines.tokenizer(text)['input_ids'] for text, and "
+                ".tolist() for a tensor or an array"
+            )
+        ids, size = [*map(int, token_ids)] if kinds != {int} else token_ids, self.vocab_size
+        lowest, highest = min(ids), max(ids)
+        if lowest < 0 or (size is not None and highest >= size):
+            raise ValueError(
+                f"engines.generate got token id {lowest if lowest < 0 else highest} in prompt_token_ids: ids are those "
+                f"of the policy's tokenizer, from 0{'' if size is None else f' to {size - 1}'}"
+            )
+        if not isinstance(params, SamplingParams):
+            raise ValueError(
+                f"engines.generate got {short(params)} as sampling_params: it must be a SamplingParams. Pass those of "
+                "the rollout, or dataclasses.replace(sampling_params, stop=('\n',)) with your changes"
+            )
+        return ids
 
     async def _parts(self, prompt_token_ids: list[int], params: SamplingParams, route_key: str) -> list[Generation]:
         """The parts of one response; the last is aborted only if it was aborted MAX_ABORTS times without a token."""

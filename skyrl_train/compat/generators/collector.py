@@ -38,12 +38,11 @@ class GeneratorCollector(Collector):
         step: Callable[[], int],
         report: Report,
         deadline_s: float | None = None,
-        vocab_size: int | None = None,
     ) -> None:
         """Args: rollout: the one that plays environments; step: number of steps that were trained; report: receives the
         rollout_metrics of training samples.
         """
-        super().__init__(rollout, engines, deadline_s, vocab_size)
+        super().__init__(rollout, engines, deadline_s)
         self._generator, self._step, self._report = generator, step, report
         self._phase: TrainingPhase = "eval"
         self._policy_version: Callable[[], int] = lambda: UNKNOWN_VERSION
@@ -107,7 +106,7 @@ class GeneratorCollector(Collector):
         """Raises: ValueError for an output that cannot be trained."""
         began, *answered = call.versions
         version = min(answered, default=began)
-        tokenizer, size = self.engines.tokenizer, self.vocab_size
+        tokenizer, size = self.engines.tokenizer, self.engines.vocab_size
         made = conversations_of(output, call.prompt, n_samples, version, tokenizer, size)
         are_missing = any(sample.rollout_logprobs.isnan().any() for samples in made for sample in samples)
         if are_missing and self._needs_logprobs:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import BatchEncoding
 
-from skyrl_train.faults import TENSORS
+from skyrl_train.faults import TENSORS, name_of
 from skyrl_train.rollout.admission import Admission, TooManyFailures
 from skyrl_train.rollout.collect import Collector
 from skyrl_train.rollout.contract import Engines, GenerationAborted, Rollout, RolloutFailure
@@ -385,6 +386,64 @@ def test_a_request_that_is_too_long_is_the_rollouts_own_failure():
     assert [group.prompt.uid for group in groups] == ["b", "c"]
     with pytest.raises(RolloutFailure, match="9 tokens, more than generator.max_input_length 8"):
         collect(rollout, "a")
+
+
+VOCABULARY = 20
+NO_LIST = "as prompt_token_ids: it must be a list of at least one token id. Use engines.chat.prompt_ids(messages)"
+OUTSIDE = "in prompt_token_ids: ids are those of the policy's tokenizer, from 0 to 19"
+
+
+@pytest.mark.parametrize(
+    ("ids", "params", "problem"),
+    [
+        ("1+2=", PARAMS, f"got str '1+2=' {NO_LIST}"),
+        (BatchEncoding({"input_ids": [1]}), PARAMS, f"got BatchEncoding {{'input_ids': [1]}} {NO_LIST}"),
+        (torch.tensor([1, 2]), PARAMS, f"got a tensor of dtype int64 and shape [2] {NO_LIST}"),
+        ((1, 2), PARAMS, f"got tuple (1, 2) {NO_LIST}"),
+        ([[1, 2]], PARAMS, f"got a list that holds list {NO_LIST}"),
+        ([1, True, "a"], PARAMS, f"got a list that holds bool, int, str {NO_LIST}"),
+        ([], PARAMS, f"got list [] {NO_LIST}"),
+        (None, PARAMS, f"got NoneType None {NO_LIST}"),
+        ([1, 20], PARAMS, f"got token id 20 {OUTSIDE}"),
+        ([-100, 1], PARAMS, f"got token id -100 {OUTSIDE}"),
+        (
+            [1],
+            {"temperature": 1.0},
+            "got dict {'temperature': 1.0} as sampling_params: it must be a SamplingParams. Pass",
+        ),
+        ([1], None, "got NoneType None as sampling_params: it must be a SamplingParams. Pass those of the rollout"),
+    ],
+)
+def test_arguments_that_no_engine_can_answer_are_the_rollouts_own_failure(ids: Any, params: Any, problem: str):
+    """Not an error of the engines, which would end the run: the prompt is left out, and the engines are not asked."""
+    asked = Recorder()
+
+    async def rollout(prompt: Prompt, right: SamplingParams, engines: Engines) -> Sample:
+        wrong = prompt.uid == "a"
+        await engines.generate(ids if wrong else [1, 19], params if wrong else right, prompt.uid)
+        return sample(0)
+
+    line = rollout.__code__.co_firstlineno + 2
+    engines = engines_of(asked)
+    engines.vocab_size = VOCABULARY
+    collector, admission = Collector(rollout, engines), Admission(0.5)
+    admission.begin(4)
+    groups = asyncio.run(collector.collect([prompt("a"), prompt("b")], 2, PARAMS, Quiet(), admission))
+    assert [group.prompt.uid for group in groups] == ["b"] and {key for *_, key in asked.asked} == {"b"}
+    with pytest.raises(RolloutFailure) as raised:
+        asyncio.run(collector.collect([prompt("a")], 2, PARAMS, Quiet(), Admission(0)))
+    message = str(raised.value)
+    assert message.startswith(
+        f"the rollout {name_of(rollout)} failed (prompt a): ValueError: engines.generate {problem}"
+    )
+    assert message.endswith(f"({__file__}:{line})")
+
+
+def test_token_ids_of_numpy_reach_the_engines_as_integers():
+    asked = Recorder()
+    asyncio.run(engines_of(asked).generate(list(np.array([3, 4])), PARAMS, "a"))
+    ids = asked.asked[0][0]
+    assert ids == [3, 4] and {type(each) for each in ids} == {int}
 
 
 class Aborts:

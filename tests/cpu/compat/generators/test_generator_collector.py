@@ -111,7 +111,7 @@ def test_a_token_beyond_the_vocabulary_is_a_failure_of_the_generator():
     world = World()
     world.generator.change = beyond  # type: ignore[attr-defined]
     assert world.collect("0")[0]
-    world.evaluating.vocab_size = 10
+    world.evaluating.engines.vocab_size = 10
     with pytest.raises(ValueError, match="sample 0 of the generator has token id 10: .* vocabulary has 10 tokens"):
         world.collect("0")
 
