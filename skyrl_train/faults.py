@@ -127,12 +127,12 @@ def plain_json(value: Any, name: str) -> Any:
         value = value.item()
     if isinstance(value, dict):
         if others := [key for key in value if not isinstance(key, str)]:
-            raise TypeError(f"{name} has the key {_short(others[0])}")
+            raise TypeError(f"{name} has the key {short(others[0])}")
         return {key: plain_json(entry, f"{name}[{key!r}]") for key, entry in value.items()}
     if isinstance(value, list):
         return [plain_json(entry, f"{name}[{index}]") for index, entry in enumerate(value)]
     if not isinstance(value, str | int | float | None):
-        raise TypeError(f"{name} is {_short(value)}")
+        raise TypeError(f"{name} is {short(value)}")
     return value
 
 
