@@ -105,17 +105,21 @@ def check_environments(config: Config, train: Sequence[Prompt], val: Sequence[Pr
     """Check the environments that rows ask for, and that the configured one is among them.
 
     Args: train, val: prompts; are_created: whether the rollout creates one for each sample.
-    Raises: ValueError for an environment that is unknown, not used, or cannot be created for its first row, and for
-        settings of an unknown one.
+    Raises: ValueError for an environment that is unknown, not used, or cannot be created for the first row of any set
+        of columns, and for settings of an unknown one.
     """
-    prompts = {prompt.env_class: prompt for prompt in reversed([*train, *val])}
-    for env_class in prompts:
+    prompts: dict[tuple[str, frozenset[tuple[str, bool]]], Prompt] = {}
+    for prompt in (*train, *val):
+        columns = frozenset((name, value is None) for name, value in prompt.extras.items())
+        prompts.setdefault((prompt.env_class, columns), prompt)
+    env_classes = dict.fromkeys(env_class for env_class, _ in prompts)
+    for env_class in env_classes:
         try:
             env_creator(env_class)
         except ValueError as error:
             raise ValueError(f"{error}{_asked(config, env_class)}") from error
     if train or config.environment.reward_fn:
-        _check_is_used(config, list(prompts))
+        _check_is_used(config, list(env_classes))
     if not are_created:
         return
     for name in config.environment.env_kwargs:

@@ -93,13 +93,44 @@ def test_settings_of_an_unknown_environment_are_refused(world: Path, capsys: pyt
     assert "env_kwargs.serach is read by nobody: unknown environment 'serach' (did you mean search" in message
 
 
+@pytest.mark.parametrize(
+    ("train", "val", "prompt", "has"),
+    [
+        ([{"answer": "2"}, {}], [], "prompt 1 from gaps.jsonl, line 2", "prompt"),
+        ([{"answer": None}, {"answer": "2"}, {"level": 1}], [], "prompt 2 from gaps.jsonl, line 3", "level, prompt"),
+        ([{"answer": "2"}], [{"solution": "2"}], "prompt 0 from val.jsonl, line 1", "solution, prompt"),
+    ],
+)
+def test_a_row_that_lacks_a_column_of_a_reward_function_is_found_before_ray_wherever_it_is(
+    train: list[dict[str, Any]],
+    val: list[dict[str, Any]],
+    prompt: str,
+    has: str,
+    world: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    """One row of each set of columns is tried, not only the first of all."""
+    for name, rows in (("gaps", [*train, *train[:1] * 32]), ("val", val)):
+        lines = [json.dumps({**row, "prompt": "1+1="}) + "\n" for row in rows]
+        (world / f"{name}.jsonl").write_text("".join(lines))
+    (world / "needs_answer.py").write_text("def right(completions, answer, **columns): return [1.0]\n")
+    own = ["environment.env_class=reward_fn", "environment.reward_fn=needs_answer:right"]
+    data = ["data.train_data=[gaps.jsonl]", f"data.val_data=[{'val.jsonl' if val else ''}]", "trainer.prepare=null"]
+    message = error(capsys, *own, *data)
+    assert f"the environment reward_fn cannot be created for {prompt}, whose row has the columns {has}: " in message
+    assert "missing a required argument: 'answer'" in message
+
+
 def test_rows_without_what_their_environment_reads_and_an_engine_without_a_cache_size_are_found_before_ray(
     world: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     rows = [{"prompt": [{"role": "user", "content": "1+1="}], "data_source": "sums"}] * 32
     (world / "bare.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     message = error(capsys, "environment.env_class=gsm8k", "data.train_data=[bare.jsonl]")
-    assert "the environment gsm8k cannot be created for prompt 0, whose row has the columns" in message
+    assert (
+        "the environment gsm8k cannot be created for prompt 0 from bare.jsonl, line 1, whose row has the columns"
+        in message
+    )
     assert "reward_spec" in message and "Add what is missing to the rows" in message
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("skyrl_train.cluster.session.device_type", lambda: "cpu")
