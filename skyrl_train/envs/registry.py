@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -59,6 +60,25 @@ def env_creator(env_class: str) -> Callable[..., BaseTextEnv]:
             raise ValueError(f"the environment is {env_class!r}: it is not a subclass of skyrl_gym's BaseTextEnv")
         return env
     raise ValueError(unknown(env_class))
+
+
+def check_constructor(env_class: str) -> None:
+    """Raises: ValueError if environments of this name cannot be called as they are, found without making one."""
+    creator, spec = env_creator(env_class), skyrl_gym.registry.get(env_class)
+    arguments = {**({} if spec is None else spec.kwargs), "env_config": None, "extras": {}}
+    try:
+        signature = inspect.signature(creator)
+    except ValueError:  # a constructor that is not Python's
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        name = getattr(creator, "__name__", env_class)
+        called = ", ".join(f"{argument}=..." for argument in arguments)
+        raise ValueError(
+            f"the environment is {env_class!r}: it is created as {name}({called}), and takes {signature}: {error}. "
+            f"Define {'__init__(self, ' if isinstance(creator, type) else f'{name}('}{', '.join(arguments)})"
+        ) from error
 
 
 def is_known(env_class: str) -> bool:

@@ -15,7 +15,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv
 
 from skyrl_train.data.chat import check_messages
 from skyrl_train.envs.registry import make_env
-from skyrl_train.faults import described
+from skyrl_train.faults import described, short
 from skyrl_train.rollout.contract import RolloutFailure
 from skyrl_train.types import Message, Prompt
 
@@ -67,7 +67,7 @@ class Episode:
             extras = {**self._prompt.extras, "max_turns": self._max_turns}
             with self._failures():
                 env = self._env = make_env(self._prompt.env_class, self._env_config, extras)
-                return check_messages(env.init(copy.deepcopy(self._prompt.messages))[0])
+                return _first_messages(env.init(copy.deepcopy(self._prompt.messages)))
 
     def step(self, response: str, *, last: bool, token_ids: Sequence[int] = ()) -> Turn:
         """Pass the response to the environment; finish it if it is done or this is the `last` turn.
@@ -138,16 +138,29 @@ class Episode:
             raise self.failure(described(error, __file__)) from error
 
 
+def _first_messages(output: Any) -> list[Message]:
+    if not isinstance(output, tuple | list) or not output or isinstance(output[0], Mapping):
+        raise ValueError(f"init must return (messages, info), got {short(output)}. Write `return prompt, {{}}`")
+    return check_messages(output[0])
+
+
+def _number(what: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"step returned {what} {short(value)}; rewards must be numbers") from None
+
+
 def _checked_turn(output: Any) -> Turn:
     if not isinstance(output, dict) or not {"observations", "reward", "done"} <= output.keys():
         raise ValueError(f"step must return a BaseTextEnvStepOutput (observations, reward, done), got {output!r}")
-    reward = float(output["reward"])
+    reward = _number("reward", output["reward"])
     if not math.isfinite(reward):
         raise ValueError(f"step returned reward {reward}; rewards must be finite")
     named = (output.get("metadata") or {}).get("rewards") or {}
     if not isinstance(named, Mapping):
         raise ValueError(f"step returned metadata with rewards {named!r}: return a dict of numbers by name")
-    named = {str(name): float(value) for name, value in named.items()}
+    named = {str(name): _number(f"named reward {name}", value) for name, value in named.items()}
     if not all(map(math.isfinite, named.values())):
         raise ValueError(f"step returned rewards {named}; rewards must be finite")
     return Turn(check_messages(output["observations"]), reward, bool(output["done"]), named)

@@ -15,6 +15,17 @@ from rich.console import Console
 from skyrl_train.entrypoints import command, main_base, run
 from tests.support.jobs import write_world
 
+CONSTRUCTORS = """
+from skyrl_gym.envs.base_text_env import BaseTextEnv
+
+class Bare(BaseTextEnv):
+    pass
+class OfRows(BaseTextEnv):
+    def __init__(self, extras): raise AssertionError("it may be expensive: it is not created")
+class More(BaseTextEnv):
+    def __init__(self, env_config, extras, judge): raise AssertionError("it is not created")
+"""
+
 
 @pytest.fixture(scope="module")
 def made_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -91,6 +102,25 @@ def test_an_unknown_environment_says_who_asks_for_it_and_how_to_register_it(
 def test_settings_of_an_unknown_environment_are_refused(world: Path, capsys: pytest.CaptureFixture[str]):
     message = error(capsys, "environment.skyrl_gym.env_kwargs.serach.topk=3")
     assert "env_kwargs.serach is read by nobody: unknown environment 'serach' (did you mean search" in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "takes"),
+    [
+        ("Bare", "(): got an unexpected keyword argument 'env_config'"),
+        ("OfRows", "(extras): got an unexpected keyword argument 'env_config'"),
+        ("More", "(env_config, extras, judge): missing a required argument: 'judge'"),
+    ],
+)
+def test_an_own_environment_that_cannot_be_created_as_environments_are_is_found_before_ray(
+    kind: str, takes: str, world: Path, capsys: pytest.CaptureFixture[str]
+):
+    (world / "own_constructors.py").write_text(CONSTRUCTORS)
+    message = error(capsys, f"environment.env_class=own_constructors:{kind}", "data.columns.env_class=null")
+    assert message.startswith(
+        f"error: the environment is 'own_constructors:{kind}': it is created as {kind}(env_config=..., extras=...), "
+        f"and takes {takes}. Define __init__(self, env_config, extras)"
+    )
 
 
 @pytest.mark.parametrize(

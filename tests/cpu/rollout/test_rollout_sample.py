@@ -209,6 +209,26 @@ class RewardsNan(Probe):
         return output(reward=float("nan"))
 
 
+class RewardsNothing(Probe):
+    def step(self, action):
+        return output(reward=None)
+
+
+class NamesNothing(Probe):
+    def step(self, action):
+        return {**output(), "metadata": {"rewards": {"format": None}}}
+
+
+class BeginsWithNothing(Probe):
+    def init(self, prompt):
+        return None
+
+
+class BeginsWithMessages(Probe):
+    def init(self, prompt):
+        return prompt
+
+
 class ReturnsText(Probe):
     def step(self, action):
         return {**output(), "observations": "go on"}
@@ -238,6 +258,19 @@ class TimesOutItself(Probe):
         ),
         (RewardsTwice, r"failed in env.step .*rewards \[1.0, 2.0\]: return a dict of numbers by name"),
         (RewardsNan, r"failed in env.step .*rewards must be finite"),
+        (
+            RewardsNothing,
+            r"failed in env.step .*ValueError: step returned reward NoneType None; rewards must be numbers",
+        ),
+        (
+            NamesNothing,
+            r"failed in env.step .*ValueError: step returned named reward format NoneType None; rewards must",
+        ),
+        (BeginsWithNothing, r"failed in env.init .*ValueError: init must return \(messages, info\), got NoneType None"),
+        (
+            BeginsWithMessages,
+            r"failed in env.init .*must return \(messages, info\), got list .*Write `return prompt, {}`",
+        ),
         (ReturnsText, r"failed in env.step .*expected a list of chat messages, got str 'go on'"),
         (ClosesBadly, r"failed in env.close .*OSError: cannot close"),
         (TimesOutItself, r"failed in env.step .*TimeoutError: the judge does not answer"),
