@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -106,6 +107,15 @@ def chosen_checkpoint(trainer: TrainingConfig, num_rows: int, model_folder: str 
             state = chosen.state.source
             OrderState.read(state.get("order", state)).require(num_rows, trainer.seed)
     return chosen
+
+
+def with_missing_export(checkpoint: Checkpoint, trainer: TrainingConfig, num_steps: int) -> Checkpoint:
+    """The checkpoint, whose last export and evaluation are pending if the run ends at its step and it has no export: a
+    longer run wrote it, or one without exports.
+    """
+    state = checkpoint.state
+    lacks = state.global_step >= num_steps and state.export is None and trainer.hf_save_interval != 0
+    return replace(checkpoint, state=replace(state, pending=state.pending or lacks))
 
 
 def resumes_in_its_folder(trainer: TrainingConfig, chosen: Checkpoint | None) -> bool:

@@ -32,6 +32,7 @@ from skyrl_train.entrypoints.resume import (
     lock_checkpoints,
     require_export_folder,
     resumes_in_its_folder,
+    with_missing_export,
 )
 from skyrl_train.faults import require_returns
 from skyrl_train.forecast.fit import fitted
@@ -137,12 +138,13 @@ class Run(ABC, Generic[C, P]):
         trainer = self.config.trainer
         require_export_folder(trainer, self.num_steps)
         self.base = identities(trainer, self.model_folder)
-        self.checkpoint = chosen_checkpoint(trainer, self.num_train_rows, self.model_folder)
+        chosen = chosen_checkpoint(trainer, self.num_train_rows, self.model_folder)
+        self.checkpoint = chosen and with_missing_export(chosen, trainer, self.num_steps)
         return resumes_in_its_folder(trainer, self.checkpoint)
 
     @property
     def is_done(self) -> bool:
-        """Whether the checkpoint is of the last step, with nothing pending."""
+        """Whether the checkpoint is of the last step or a later one, with nothing pending."""
         state = None if self.checkpoint is None else self.checkpoint.state
         return state is not None and state.global_step >= self.num_steps and not state.pending
 

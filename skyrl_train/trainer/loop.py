@@ -296,4 +296,4 @@ class Loop(ABC):
 
     def _is_due(self, interval: int, *, also_last: bool) -> bool:
         step = self.global_step
-        return (interval > 0 and step % interval == 0) or (also_last and step == self._num_steps)
+        return (interval > 0 and step % interval == 0) or (also_last and step >= self._num_steps)

@@ -227,8 +227,8 @@ class Checkpoints:
                 self.discard(other.folder)
 
     def settle(self, state: RunState | None, export: str | None) -> None:
-        """Note in the checkpoint with this state, if it is here, that pending work is done, with this `export_sum`."""
-        for found in (checkpoint for checkpoint in self.all() if checkpoint.state == state):
+        """Note in the checkpoint with this pending state, if it is here, that work is done, with this `export_sum`."""
+        for found in (each for each in self.all() if replace(each.state, pending=True) == state):
             with contextlib.suppress(OSError):  # the next start repeats the work
                 settled = replace(found.state, pending=False, export=export or found.state.export)
                 _write(found.folder, found.number, settled, found.files)

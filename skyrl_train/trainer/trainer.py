@@ -102,7 +102,7 @@ class Trainer(Loop):
     async def evaluate_beside(self) -> bool:
         if not self._config.trainer.evaluates_beside:
             return False
-        if self.global_step == self._num_steps:
+        if self.global_step >= self._num_steps:
             await self._beside.cancel("that of the last step replaces it")
             return False
         await self._parts.step.residency.for_rollout()

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from skyrl_train.config.sft import load_sft_config
 from skyrl_train.data.order import OrderState
 from skyrl_train.entrypoints import command, export_hf, main_sft, run
+from skyrl_train.entrypoints.sft_run import SftRun
 from skyrl_train.file_sum import sum_of
 from skyrl_train.tasks.sft_quickstart import MODEL, write_untrained
 from skyrl_train.tracking.run_dir import read_record, write_record
@@ -104,14 +106,14 @@ def test_what_cannot_work_is_one_message_with_key_place_and_cure(
     assert expected in error(capsys, *arguments)
 
 
-def write_last_checkpoint(world: Path, arguments: list[str]) -> Path:
+def write_last_checkpoint(world: Path, arguments: list[str], export: str | None = "its digest") -> Path:
     """That of step 3. Returns: the folder of the run."""
     trainer = load_sft_config(arguments).trainer
     checkpoints = Checkpoints(trainer.ckpt_path, 1)
     checkpoints.begin(folder := checkpoints.folder(3))
     (folder / "rank_0.pt").touch()
     order = OrderState(epoch=0, position=48, num_rows=len(ROWS), seed=trainer.seed)
-    state = RunState(3, 3, False, asdict(order), 1, settings_of(trainer), "its id", {})
+    state = RunState(3, 3, False, asdict(order), 1, settings_of(trainer), "its id", {}, export=export)
     checkpoints.finish(folder, state, [sum_of(folder / "rank_0.pt")])
     return world / "runs" / trainer.run_name
 
@@ -123,6 +125,22 @@ def test_a_run_whose_steps_are_all_done_says_so_and_starts_nothing(world: Path, 
     assert main_sft.main(arguments) == 0
     assert "all steps are done. For more, raise trainer.epochs or trainer.max_training_steps" in capsys.readouterr().out
     assert sorted(path.name for path in run_dir.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("export", "interval", "is_done"), [(None, -1, False), (None, 0, True), ("its digest", -1, True)]
+)
+def test_a_run_that_ends_at_a_checkpoint_without_an_export_is_not_done(
+    export: str | None, interval: int, is_done: bool, world: Path
+):
+    arguments = [*RUN, *SMALL, "trainer.run_name=short", "trainer.max_training_steps=3", "trainer.resume_mode=latest"]
+    arguments.append(f"trainer.hf_save_interval={interval}")
+    write_last_checkpoint(world, arguments, export)
+    training = SftRun(load_sft_config(arguments), Console())
+    try:
+        assert training.find_checkpoint() and training.is_done == is_done
+    finally:
+        training.close()
 
 
 def test_a_run_that_was_killed_after_its_last_checkpoint_is_finished_by_the_next_start(

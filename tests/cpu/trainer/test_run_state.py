@@ -24,6 +24,7 @@ from skyrl_train.entrypoints.resume import (
     lock_checkpoints,
     require_export_folder,
     resumes_in_its_folder,
+    with_missing_export,
 )
 from skyrl_train.file_sum import FileSum, sum_of
 from skyrl_train.hf.checkpoint import INDEX, SUMS, export_sum
@@ -618,6 +619,38 @@ def test_an_evaluation_that_was_skipped_is_made_when_the_run_resumes(stop_at: in
         checkpoint = load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(step))
         checkpoint.verify()
         assert not checkpoint.state.pending, "the next start would do it again"
+
+
+@pytest.mark.parametrize("num_steps", [4, 3])
+def test_a_run_that_is_shortened_to_its_checkpoint_ends_with_an_export_and_an_evaluation(
+    num_steps: int, tmp_path: Path
+):
+    """Once: the next start finds them in the checkpoint."""
+    trainer = trainer_config(tmp_path, "trainer.ckpt_interval=4", "trainer.hf_save_interval=-1")
+    asyncio.run(Counting(trainer, 4, stop_at=4).train())
+    checkpoints = Checkpoints(trainer.ckpt_path, -1)
+    checkpoints.settle(load_checkpoint(checkpoints.folder(4)).state, None)  # as one in the middle of a run
+    written = load_checkpoint(checkpoints.folder(4))
+    assert not written.state.pending and written.state.export is None
+    assert with_missing_export(written, trainer, 5) == written, "it is not the last step"
+    without = trainer_config(tmp_path, "trainer.hf_save_interval=0")
+    assert with_missing_export(written, without, num_steps) == written
+
+    loop = Counting(trainer, num_steps)
+    loop.resume(with_missing_export(written, trainer, num_steps).state)
+    save_hf = loop.policy.save_hf
+
+    async def save(folder: str) -> None:
+        await save_hf(folder)
+        Path(folder).mkdir(parents=True)
+        for name in (INDEX, SUMS):
+            Path(folder, name).write_text("{}")
+
+    loop.policy.save_hf = save  # type: ignore[method-assign]
+    asyncio.run(loop.train())
+    assert (loop.policy.exported, loop.evaluated, loop.batches) == (["global_step_4"], [4], [])
+    settled = load_checkpoint(checkpoints.folder(4))
+    assert with_missing_export(settled, trainer, num_steps) == settled and settled.state.export is not None
 
 
 def test_a_checkpoint_of_another_run_stays_as_it_is(tmp_path: Path):
