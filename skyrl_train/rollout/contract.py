@@ -154,7 +154,7 @@ class Engines:
         if not isinstance(params, SamplingParams):
             raise ValueError(
                 f"engines.generate got {short(params)} as sampling_params: it must be a SamplingParams. Pass those of "
-                "the rollout, or dataclasses.replace(sampling_params, stop=('\n',)) with your changes"
+                "the rollout, or dataclasses.replace(sampling_params, max_generate_length=...)"
             )
         return ids
 
