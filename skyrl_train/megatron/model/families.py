@@ -28,6 +28,11 @@ class Dequantised(SafeTensorIO):
         super().__init__(folder)
         self._block, self._dtype, self._names = block, dtype, frozenset(self.load_hf_weight_names())
 
+    @classmethod
+    def of(cls, hf_config: PretrainedConfig, folder: str, dtype: torch.dtype) -> Dequantised:
+        """Reader of a folder whose configuration has `quantization_config`."""
+        return cls(folder, dict(hf_config.quantization_config)["weight_block_size"], dtype)
+
     def load_some_hf_weight(self, hf_weight_names: list[str]) -> dict[str, Tensor]:
         scales = {name: scale for name in hf_weight_names if (scale := f"{name}_scale_inv") in self._names}
         read: dict[str, Tensor] = super().load_some_hf_weight([*hf_weight_names, *scales.values()])
@@ -73,8 +78,8 @@ class DeepseekV3(DeepseekV3Bridge):
     def _get_safetensor_io(self, weights_path: str) -> Any:
         """Read unquantised checkpoints, too: mbridge reads every checkpoint of this family as FP8."""
         folder = self._get_actual_hf_path(weights_path)
-        if (quantised := getattr(self.hf_config, "quantization_config", None)) is not None:
-            return Dequantised(folder, dict(quantised)["weight_block_size"], self.dtype)
+        if getattr(self.hf_config, "quantization_config", None) is not None:
+            return Dequantised.of(self.hf_config, folder, self.dtype)
         return SafeTensorIO(folder)
 
 

@@ -19,6 +19,7 @@ from skyrl_train.algorithms.reductions import loss_weights
 from skyrl_train.batching.select import selections_of
 from skyrl_train.device import device
 from skyrl_train.hf.hub import local_folder
+from skyrl_train.megatron.model.families import Dequantised
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.megatron.verify.outcome import Outcome
 from skyrl_train.megatron.verify.trial import Trial
@@ -38,10 +39,23 @@ def _in_process(rendezvous: Rendezvous, trial: Trial) -> Outcome:
 
 
 def load(trial: Trial) -> Any:
-    from transformers import AutoModelForCausalLM  # its model classes take seconds
+    """Hugging Face's model in the trial's dtype. FP8 weights are read as for Megatron: transformers trains none, has no
+    names for gradients of those that it dequantises, and refuses shapes that blocks do not divide.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM  # its model classes take seconds
 
     dtype = torch.bfloat16 if trial.bf16 else torch.float32
-    return AutoModelForCausalLM.from_pretrained(local_folder(trial.model_path), dtype=dtype, trust_remote_code=False)
+    folder = local_folder(trial.model_path)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if getattr(config, "quantization_config", None) is None:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+    reader = Dequantised.of(config, folder, dtype)
+    names = [name for name in reader.load_hf_weight_names() if not name.endswith("_scale_inv")]
+    weights = reader.load_some_hf_weight(names)
+    del config.quantization_config
+    with torch.device("meta"):
+        kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+    return kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, trust_remote_code=False)
 
 
 def hugging_face(

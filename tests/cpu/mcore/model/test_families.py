@@ -17,8 +17,10 @@ from skyrl_train.hf.checkpoint import tensor_files
 from skyrl_train.hf.transformer_config import OF_CONFIG, OF_FAMILY, PINNED, model_problems
 from skyrl_train.megatron.model.bridge import build_bridge
 from skyrl_train.megatron.model.parallel import join
+from skyrl_train.megatron.verify.hf_reference import comparable, hugging_face
 from skyrl_train.megatron.verify.layout_check import run_layout
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
+from skyrl_train.megatron.verify.outcome import FLOAT32, compare
 from skyrl_train.ranks import Rendezvous
 from tests.support.families import FAMILIES, make_trial, write_family
 from tests.support.layouts import layout
@@ -56,7 +58,9 @@ def test_megatron_loads_each_tensor_from_the_file_that_is_checked(tmp_path: Path
 
 
 @pytest.mark.parametrize("block", [(128, 128), (16, 20)])
-def test_fp8_weights_are_read_with_the_scales_of_their_blocks(block: tuple[int, int], tmp_path: Path):
+def test_fp8_weights_are_read_with_the_scales_of_their_blocks_by_verify_layout_too(
+    block: tuple[int, int], tmp_path: Path
+):
     plain = write_family("deepseek_v3", tmp_path / "plain")
     file = plain / "model.safetensors"
     shutil.copytree(plain, tmp_path / "fp8")
@@ -74,6 +78,8 @@ def test_fp8_weights_are_read_with_the_scales_of_their_blocks(block: tuple[int, 
     (tmp_path / "fp8/config.json").write_text(json.dumps(config))
     expected, read = (run_layout(make_trial(tmp_path / name), layout(1, {})) for name in ("plain", "fp8"))
     assert torch.equal(read.logprobs, expected.logprobs)
+    reference = hugging_face(make_trial(tmp_path / "fp8"))
+    assert not FLOAT32.exceeded(compare(comparable(read, reference), reference))
 
 
 FREE = {
