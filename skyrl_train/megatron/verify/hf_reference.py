@@ -25,6 +25,9 @@ from skyrl_train.megatron.verify.outcome import Outcome
 from skyrl_train.megatron.verify.trial import Trial
 from skyrl_train.ranks import Rendezvous
 
+OF_EXPERTS = {"experts_implementation": "eager"}
+"""A product per expert: torch's grouped one, the default, refuses rows that are not a multiple of 16 bytes."""
+
 
 def run_hugging_face(trial: Trial, *, timeout_s: float = 120.0) -> Outcome:
     """Run `hugging_face` in a separate process, which frees its memory.
@@ -48,14 +51,16 @@ def load(trial: Trial) -> Any:
     folder = local_folder(trial.model_path)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is None:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False, **OF_EXPERTS)
     reader = Dequantised.of(config, folder, dtype)
     names = [name for name in reader.load_hf_weight_names() if not name.endswith("_scale_inv")]
     weights = reader.load_some_hf_weight(names)
     del config.quantization_config
     with torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
-    return kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, trust_remote_code=False)
+    return kind.from_pretrained(
+        None, config=config, state_dict=weights, dtype=dtype, trust_remote_code=False, **OF_EXPERTS
+    )
 
 
 def hugging_face(

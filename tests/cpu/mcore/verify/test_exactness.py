@@ -76,6 +76,9 @@ PARTIAL_ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000
         ("glm4_moe", PARTIAL_ROTARY, 2, {"tp": 2}),
         ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}, 2, {"ep": 2}),
         ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}, 2, {"tp": 2, "etp": 1}),
+        # Rows of experts that are no multiple of 16 bytes, and so without grouped products.
+        ("qwen3_moe", {"moe_intermediate_size": 6}, 2, {"tp": 2, "etp": 2}),
+        ("qwen3_moe", {"moe_intermediate_size": 6}, 2, {"ep": 2}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
 )
