@@ -51,9 +51,7 @@ class RunState:
     settings: dict[str, Any]
     run_id: str
     model: dict[str, Any]
-    """Settings from which the ranks build the model (from_config.model_of), and its identity and that of a reference
-    (hf/identity.py).
-    """
+    """Settings from which ranks build the model (`model_of`); identities of it and of a reference (hf/identity.py)."""
     critic_steps: int | None = None
     """Optimizer steps in the weights of the critic; None without one."""
     coefficients: dict[str, float] = field(default_factory=dict)
