@@ -108,13 +108,14 @@ def numbers(metrics: Mapping[str, Any], owner: str) -> dict[str, float]:
     plain = {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in metrics.items()}
     for name, value in plain.items():
         if not isinstance(value, int | float | str | None):
-            _note_left_out(owner, name, type(value).__name__)
+            omitted(owner, name, f"it is a {type(value).__name__}, not a number")
     return {name: value for name, value in plain.items() if isinstance(value, int | float)}
 
 
 @functools.cache  # once
-def _note_left_out(owner: str, name: str, kind: str) -> None:
-    log.warning("the metric %s of the %s is left out: it is a %s, not a number", name, owner, kind)
+def omitted(owner: str, name: str, reason: str) -> None:
+    """Warn, once, of a metric that is left out."""
+    log.warning("the metric %s of the %s is left out: %s", name, owner, reason)
 
 
 def plain_json(value: Any, name: str) -> Any:

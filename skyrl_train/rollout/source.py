@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from skyrl_train.config import Config
 from skyrl_train.data.order import Order
-from skyrl_train.faults import described, is_cancellation, is_of_package, name_of, numbers, passes, plain_json
+from skyrl_train.faults import described, is_cancellation, is_of_package, name_of, numbers, omitted, passes, plain_json
 from skyrl_train.rollout import contract
 from skyrl_train.rollout.admission import Admission
 from skyrl_train.rollout.collect import Collector, Progress
@@ -53,11 +53,10 @@ class SourceFailure(RuntimeError):
 
 
 async def groups_of(source: GroupSource) -> list[Group]:
-    """The groups of the next step.
-
-    Raises: SourceFailure for an error of a user's own source, or for anything else than groups; errors of engines,
-        rollouts and built-in sources as they are.
+    """The groups of the next step. Raises: SourceFailure for an error of a user's own source, or for anything else than
+    groups; errors of engines, rollouts and built-in sources as they are.
     """
+    owner = f"the source {name_of(type(source))}"
     try:
         groups = await source.next()
     except (Exception, SystemExit, asyncio.CancelledError) as error:
@@ -65,19 +64,26 @@ async def groups_of(source: GroupSource) -> list[Group]:
         # An error that passes the contract is one of the engines, whatever its type.
         if not is_own or passes(error, contract.__file__) or is_cancellation(error):
             raise
-        raise SourceFailure(f"the source {name_of(type(source))} failed: {described(error, __file__)}") from error
+        raise SourceFailure(f"{owner} failed: {described(error, __file__)}") from error
     if not isinstance(groups, list | tuple) or not all(isinstance(group, Group) for group in groups):
-        raise SourceFailure(
-            f"the source {name_of(type(source))} returned {groups!r:.100}: next() must return a list of groups "
-            "(skyrl_train.types.Group)"
-        )
+        allowed = "a list of groups (skyrl_train.types.Group)"
+        raise SourceFailure(f"{owner} returned {groups!r:.100}: next() must return {allowed}")
+    if not groups and not is_of_package(source.next):
+        raise SourceFailure(f"{owner} returned no groups: next() must wait for at least one, or raise an error")
     return list(groups)
 
 
-def metrics_of(source: GroupSource) -> Metrics:
-    """The numbers that a source reports. If a user's own fails, there are none and the error is logged: the groups are
-    trained already.
+def with_metrics_of(source: GroupSource, metrics: Metrics) -> Metrics:
+    """What a source reports, and the run's own metrics, which win; a user's of the same name is a warning. If a user's
+    source fails, it has none and the error is logged: the groups are trained already.
     """
+    reported = _metrics_of(source)
+    for name in sorted(reported.keys() & metrics.keys()) if not is_of_package(source.metrics) else ():
+        omitted(f"source {name_of(type(source))}", name, "the run logs its own by this name. Rename it")
+    return reported | metrics
+
+
+def _metrics_of(source: GroupSource) -> Metrics:
     owner = f"source {name_of(type(source))}"
     try:
         given: object = source.metrics()

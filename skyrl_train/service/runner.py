@@ -108,7 +108,8 @@ class JobRunner:
     async def _train(self, job: TrainJob) -> Metrics:
         self._coefficients_before = self.step.coefficients.state
         self.source.put(job)
-        metrics = await self.step.step()
+        trained = await self.step.step()
+        metrics = self.source.metrics() | trained
         if not job.has_logprobs:
             metrics = {name: value for name, value in metrics.items() if NEEDS_LOGPROBS not in name}
         return metrics

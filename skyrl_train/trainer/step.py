@@ -20,7 +20,7 @@ from skyrl_train.cluster.ranks.shards import Shards
 from skyrl_train.config import Config
 from skyrl_train.data.hints import Hints
 from skyrl_train.ranks import LogprobLimit
-from skyrl_train.rollout.source import GroupSource, groups_of, metrics_of
+from skyrl_train.rollout.source import GroupSource, groups_of
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.agreement.logprob_bound import LogprobBound, StalenessWarning, compared_share, is_compared
 from skyrl_train.trainer.agreement.sync_check import FirstCheck
@@ -66,7 +66,7 @@ class TrainingStep:
         self._staleness_warning = StalenessWarning(self.objective, self.config.trainer.source)
 
     async def step(self) -> Metrics:
-        """Train on the next groups of the source and publish the new weights.
+        """Train on the next groups of the source and publish the new weights. Returns: metrics without the source's.
 
         If every advantage is zero and no other term has a gradient, the update and the sync are skipped.
         Raises: before any optimizer step ValueError (groups that cannot be split), LogprobsDiffer (samples of another
@@ -82,7 +82,7 @@ class TrainingStep:
             credit, has_signal = self._first_credit(batch)
         if credit is not None and not has_signal:
             skipped = {"policy/num_optimizer_steps": 0.0}
-            return metrics_of(self.source) | credit.metrics | skipped | self.residency.metrics()
+            return credit.metrics | skipped | self.residency.metrics()
         with self.timers("sync_weights"):  # engines are still awake here; scoring gives their devices to the trainer
             scores = await self.first_check.scores(groups)
         values, metrics = None, Metrics()
@@ -107,7 +107,7 @@ class TrainingStep:
         chosen = selections_of(self.objective, batch, credit.advantages, fetched, self._num_mini_batches(groups))
         metrics |= await self._update(groups, batch, shards, {"advantages": credit.advantages, **chosen}, signals)
         metrics |= await self.publisher.publish(groups)
-        return metrics_of(self.source) | credit.metrics | metrics | self.residency.metrics()
+        return credit.metrics | metrics | self.residency.metrics()
 
     def _first_credit(self, batch: ExperienceBatch) -> tuple[Credit | None, bool]:
         """Credit without a KL penalty, and whether there is anything to learn; None if it has to wait for values."""

@@ -11,7 +11,7 @@ from skyrl_train.cluster.ranks.policy_group import NoStepTaken
 from skyrl_train.config import Config
 from skyrl_train.rollout.metrics import rollout_metrics
 from skyrl_train.rollout.seeds import seed
-from skyrl_train.rollout.source import HoldsGroups, RollsBack
+from skyrl_train.rollout.source import HoldsGroups, RollsBack, with_metrics_of
 from skyrl_train.tracking.samples import SampleLog
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.trainer.evaluation import Evaluation, EvaluationBeside
@@ -135,7 +135,8 @@ class Trainer(Loop):
         metrics, groups = await step.step(), step.groups
         self._log_samples(groups)
         rollouts = rollout_metrics(groups, self._config.environment.pass_threshold)
-        return metrics | rollouts | rollout_performance(groups, self._timers)
+        metrics |= rollouts | rollout_performance(groups, self._timers)
+        return with_metrics_of(step.source, metrics)
 
     def _log_samples(self, groups: Sequence[Group]) -> None:
         trainer = self._config.trainer

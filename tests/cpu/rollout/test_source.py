@@ -24,8 +24,8 @@ from skyrl_train.rollout.source import (
     SourceParts,
     SourceState,
     groups_of,
-    metrics_of,
     snapshot_of,
+    with_metrics_of,
 )
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.types import Group, Metrics, Prompt, Sample, SamplingParams
@@ -203,6 +203,7 @@ async def collects(parts: SourceParts) -> list[Group]:
         (raises_cancelled, r"failed: CancelledError: of a client \(.*test_source.py:\d+\)$"),
         (exits, r"failed: SystemExit: no rows left \(.*test_source.py:\d+\)$"),
         (lambda parts: {}["x"], r"failed: KeyError: 'x' \(.*test_source.py:\d+\)$"),
+        (lambda parts: [], r"returned no groups: next\(\) must wait for at least one, or raise"),
         (lambda parts: None, r"returned None: next\(\) must return a list of groups \(skyrl_train.types.Group\)$"),
         (lambda parts: ["x", "y"], r"returned \['x', 'y'\]: next\(\) must return a list of groups"),
     ],
@@ -236,7 +237,7 @@ def test_metrics_of_a_users_source_that_are_no_numbers_cost_themselves_alone(
             return metrics
 
     Reports.__qualname__ = "Reports"
-    assert metrics_of(Reports()) == kept  # type: ignore[arg-type]
+    assert with_metrics_of(Reports(), {}) == kept  # type: ignore[arg-type]
     assert said in caplog.text
 
 
@@ -269,6 +270,19 @@ def test_a_state_that_a_checkpoint_would_not_return_is_refused_with_its_entry(st
     said = rf"^the source tests.cpu.rollout.test_source:Own cannot be saved in a checkpoint: {problem}.*\. Return from"
     with pytest.raises(SourceFailure, match=said):
         snapshot_of(source)
+
+
+def test_a_metric_of_a_users_source_with_a_name_of_the_runs_own_is_a_warning_once(caplog: pytest.LogCaptureFixture):
+    class Reports:
+        def metrics(self) -> Metrics:
+            return {"reward/avg_raw_reward": 99.0, "own/x": 2.0}
+
+    for _ in range(2):
+        metrics = with_metrics_of(Reports(), {"reward/avg_raw_reward": 0.5})  # type: ignore[arg-type]
+        assert metrics == {"reward/avg_raw_reward": 0.5, "own/x": 2.0}
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("the metric reward/avg_raw_reward of the source tests.cpu.rollout.test_source:")
+    assert warning.endswith("is left out: the run logs its own by this name. Rename it")
 
 
 def test_errors_of_rollouts_engines_and_cancellation_pass_a_users_source_as_they_are():
