@@ -1,10 +1,10 @@
-"""An agent that lives outside the trainer: it asks the model over HTTP, scores the answers and hands them in.
+"""An agent in its own process: it queries the model over HTTP, scores the answers and submits them.
 
     python agent.py NAME ADDRESS
 
 The model is first taught to answer at all (supervised, from examples), then rewarded: 1 for maybe, 0.75 for no, 0.5 for
-yes, 0 for anything else. Kill it and start it again whenever you like: what has been learned is the service's, and how
-far it is, it asks the service.
+yes, 0 for anything else. Kill it and start it again whenever you like: the service keeps the training state and reports
+its version.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ def test_the_tool_group_of_the_documentation_answers_calls_in_messages_of_tools(
     exec(block, names)
     skyrl_gym.register(id="sums", entry_point=names["Sums"])
     try:
-        call = '<think>\nadd\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+        call = '<think>\nadd\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"b": 3, "a": 2}}\n</tool_call>'
         unknown = '<tool_call>\n{"name": "divide", "arguments": {}}\n</tool_call>'
         texts, tokenizer = [call, unknown, "It is 5."], realistic_tokenizer("qwen3")
         script = Script(tokenizer, *(text + tokenizer.eos_token for text in texts))
