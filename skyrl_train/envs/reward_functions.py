@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
@@ -52,9 +53,9 @@ class RewardFunctionEnv(BaseTextEnv):
             "completions": [action if is_text else [{"role": "assistant", "content": action}]],
             "completion_ids": [self.response_ids],
         }
-        results = {name: function(**_named(function, given)) for name, function in self._functions.items()}
+        results = {name: _called(name, function, given) for name, function in self._functions.items()}
         if waiting := {name: result for name, result in results.items() if inspect.isawaitable(result)}:
-            results |= dict(zip(waiting, asyncio.run(_gathered([*waiting.values()])), strict=True))
+            results |= dict(zip(waiting, asyncio.run(_gathered(waiting)), strict=True))
         rewards = {name: _reward(name, result) for name, result in results.items()}
         applicable = {name: reward for name, reward in rewards.items() if reward is not None}
         if not applicable:
@@ -86,8 +87,27 @@ def _named(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, 
     return {name: value for name, value in given.items() if name in names}
 
 
-async def _gathered(awaitables: list[Any]) -> list[Any]:
-    return list(await asyncio.gather(*awaitables))
+def _called(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    with _errors_of(name):
+        return function(**_named(function, given))
+
+
+async def _gathered(awaitables: Mapping[str, Any]) -> list[Any]:
+    async def awaited(name: str, awaitable: Any) -> Any:
+        with _errors_of(name):
+            return await awaitable
+
+    return list(await asyncio.gather(*(awaited(*each) for each in awaitables.items())))
+
+
+@contextmanager
+def _errors_of(name: str) -> Iterator[None]:
+    """Name the function in what it raises; the traceback ends at its line."""
+    try:
+        yield
+    except Exception as error:  # a user's function may raise anything
+        named = ValueError(f"{KEY} {name} raised {type(error).__name__}: {error}")
+        raise named.with_traceback(error.__traceback__) from error
 
 
 def _reward(name: str, result: Any) -> float | None:

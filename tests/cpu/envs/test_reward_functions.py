@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import skyrl_train.envs  # noqa: F401 (registers the built-in environments)
 from skyrl_train.checks.custom import reward_problems
 from skyrl_train.config import load_config
 from skyrl_train.envs.registry import make_env, row_problem
+from skyrl_train.faults import where
 
 HERE = "tests.cpu.envs.test_reward_functions"
 MESSAGES = [{"role": "user", "content": "1+2="}]
@@ -40,6 +42,14 @@ def one_number(completions, **kwargs):
 
 def too_many(completions, **kwargs):
     return [1.0, 2.0]
+
+
+def looks_up(completions, **kwargs):
+    return [{}[text] for text in completions]
+
+
+async def looks_up_later(completions, **kwargs):
+    return [{}[text] for text in completions]
 
 
 def words(completions, **kwargs):
@@ -86,12 +96,17 @@ def test_several_functions_are_added_with_their_weights_and_named():
         ("too_many", "too_many returned 2 rewards for 1 completion"),
         ("words", "words returned 'good': a reward must be a float"),
         ("infinite", "infinite returned inf: a reward must be finite"),
+        ("looks_up", "looks_up raised KeyError: '3'"),
+        ("looks_up_later", "looks_up_later raised KeyError: '3'"),
         ("not_for_this", "not_for_this returned .None.. At least one function"),
     ],
 )
 def test_a_wrong_result_is_an_error_that_names_the_function(name, problem):
-    with pytest.raises(ValueError, match=f"environment.reward_fn:? {HERE}:{problem}"):
+    with pytest.raises(ValueError, match=f"environment.reward_fn:? {HERE}:{problem}") as caught:
         play(name, prompt="1+2=")
+    if "raised" in problem:
+        line = inspect.getsourcelines(globals()[name])[1] + 1
+        assert where(caught.value, "") == f" ({__file__}:{line})"
 
 
 def test_a_missing_column_is_found_by_the_first_row():
