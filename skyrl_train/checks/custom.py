@@ -1,9 +1,9 @@
-"""Checks of the rollout and source that the configuration names by `module:attribute`, imported before a run."""
+"""Checks of the rollout, source and sinks that the configuration names by `module:attribute`, imported before a run."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from skyrl_train.config import Config
@@ -12,6 +12,7 @@ from skyrl_train.spelling import nearest
 
 SOURCES = ("on_policy", "streaming")
 METHODS = ("next", "metrics", "state", "resume")
+SINK_METHODS = ("log", "close")
 
 
 def custom_problems(config: Config) -> Iterator[str]:
@@ -107,6 +108,20 @@ def imported_problems(key: str, name: str, problems: Any) -> Iterator[str]:
         return
     for problem in problems(found):
         yield f"{key} is {name}: {problem}"
+
+
+def logger_problems(names: Sequence[str]) -> Iterator[str]:
+    """Own sinks of metrics that cannot be imported or lack a method."""
+    for name in names:
+        if ":" in name:
+            yield from imported_problems("trainer.logger", name, _sink_problems)
+
+
+def _sink_problems(found: Any) -> Iterator[str]:
+    if not callable(found) or not takes(found, 3):
+        yield "it must be a class that is built from (run_dir, config, steps_done)"
+    elif inspect.isclass(found) and (missing := [name for name in SINK_METHODS if not _defines(found, name)]):
+        yield f"it has no {', '.join(missing)}. A sink has log(step, metrics) and close()"
 
 
 def _prepare_problems(found: Any) -> Iterator[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from string import Formatter
 
-from skyrl_train.checks.custom import imported_problems, takes
+from skyrl_train.checks.custom import imported_problems, logger_problems, takes
 from skyrl_train.config.policy import Layout, LoraConfig, MegatronConfig
 from skyrl_train.config.training import DATA_FILE, HUB_SPLIT, DataConfig, TrainingConfig
 from skyrl_train.hf.transformer_config import pinned_problems
@@ -38,8 +38,8 @@ def package_problems(trainer: TrainingConfig, megatron_configs: Mapping[str, Meg
 
 
 def training_problems(trainer: TrainingConfig, megatron_configs: Mapping[str, MegatronConfig]) -> Iterator[str]:
-    """A malformed `trainer.prepare`, arguments of Megatron that are unknown or fixed, rounded float32, a checkpoint
-    that is not named or would not be read.
+    """A malformed `trainer.prepare`, a class that is not a sink, arguments of Megatron that are unknown or fixed,
+    rounded float32, a checkpoint that is not named or would not be read.
     """
     for path, megatron in megatron_configs.items():
         key, kwargs = f"{path}.transformer_config_kwargs", megatron.transformer_config_kwargs
@@ -52,6 +52,7 @@ def training_problems(trainer: TrainingConfig, megatron_configs: Mapping[str, Me
             )
     if trainer.prepare is not None and not re.fullmatch(r"[\w.]+:\w+", trainer.prepare):
         yield f"trainer.prepare is {trainer.prepare!r}: not a function's name. Write module:function, or null"
+    yield from logger_problems(trainer.logger)
     mode, checkpoint = trainer.resume_mode, trainer.resume_path
     if mode == "from_path" and checkpoint is None:
         yield (

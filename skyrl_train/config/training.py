@@ -50,7 +50,7 @@ class TrainingConfig:
     project_name: Text
     run_name: FolderText
     run_dir: Text
-    logger: tuple[Annotated[str, OneOf(("console", "jsonl", "tensorboard", "wandb"))], ...]
+    logger: tuple[Annotated[str, OneOf(("console", "jsonl", "tensorboard", "wandb"), "module:Class")], ...]
     epochs: Count
     max_training_steps: CountOrNever
     train_batch_size: Count

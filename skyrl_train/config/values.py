@@ -42,12 +42,14 @@ class OneOf:
     """One of these names; the tables of skyrl_train.algorithms are such rules too."""
 
     names: tuple[str, ...]
+    own: str = ""
+    """Form of a user's own name, `module:Class`; empty if there are no others."""
 
     def __str__(self) -> str:
-        return f"one of {', '.join(self.names)}"
+        return f"one of {', '.join(self.names)}" + (f", or your own {self.own}" if self.own else "")
 
     def problem(self, value: str) -> str | None:
-        if value in self.names:
+        if value in self.names or (self.own and ":" in value):
             return None
         close = nearest(value, self.names)
         return (f"did you mean {close}? " if close else "") + f"It must be {self}"

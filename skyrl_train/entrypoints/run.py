@@ -192,6 +192,12 @@ class Run(ABC, Generic[C, P]):
         gc.freeze()
         with ExitStack() as at_end:
             tracker = self.get_tracker(run_dir, self.num_steps)
+            if not isinstance(tracker, Tracker):
+                raise ValueError(
+                    f"{type(self).__name__}.get_tracker returned a {type(tracker).__name__}: it must return a "
+                    "skyrl_train.tracking.sinks.Tracker. Return Tracker([your_sink]), or name the sink's class in "
+                    "trainer.logger"
+                )
             at_end.callback(tracker.close)
             self.loop = self.build_loop(processes, run_dir, tracker, at_end)
             self.loop.run_id, self.loop.base = run_dir.run_id, self.base

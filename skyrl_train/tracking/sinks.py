@@ -19,6 +19,7 @@ import yaml
 
 from skyrl_train.config.program import to_yaml
 from skyrl_train.config.training import RunConfig
+from skyrl_train.imports import imported
 from skyrl_train.tracking.console import ConsoleSink
 from skyrl_train.tracking.jsonl import JsonLinesWriter
 from skyrl_train.tracking.names import STEP
@@ -31,7 +32,7 @@ WANDB_ID = "wandb_run_id"
 
 
 class Sink(Protocol):
-    """One destination of metrics."""
+    """One destination of metrics. `log_samples` (like `Tracker.log_samples`) is optional."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of one step, flushed on return. Steps never go back in a process; after a resume, an
@@ -197,7 +198,8 @@ class Tracker:
 
 
 def build_tracker(config: RunConfig, run_dir: Path, total_steps: int | None = None, steps_done: int = 0) -> Tracker:
-    """The tracker for `trainer.logger`; each sink writes below `run_dir`.
+    """The tracker for `trainer.logger`; each sink writes below `run_dir`. A user's `module:Class` is built from
+    (run_dir, config, steps_done).
 
     Args: total_steps: None if unknown; steps_done: steps of a resumed run before the first call of `log`.
     """
@@ -207,4 +209,11 @@ def build_tracker(config: RunConfig, run_dir: Path, total_steps: int | None = No
         "tensorboard": lambda: TensorBoardSink(run_dir / "tensorboard", steps_done),
         "wandb": lambda: WandbSink(run_dir, config, steps_done),
     }
-    return Tracker([builders[name]() for name in dict.fromkeys(config.trainer.logger)])
+
+    def built(name: str) -> Sink:
+        if name in builders:
+            return builders[name]()
+        sink: Sink = imported("trainer.logger", name)(run_dir, config, steps_done)
+        return sink
+
+    return Tracker([built(name) for name in dict.fromkeys(config.trainer.logger)])

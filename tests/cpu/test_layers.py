@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "envs": "faults imports",
     "weight_sync": "device imports stores kernels",
     "hf": "config",
-    "tracking": "types config",
+    "tracking": "types config imports",
     "engines": "types config device imports ranks hf weight_sync",
     "checks": "config imports algorithms hf weight_sync engines spelling",
     "data": "types config imports",

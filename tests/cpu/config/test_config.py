@@ -217,7 +217,10 @@ def test_what_cannot_be_read_says_what_to_write(override: str, expected: str):
         ("trainer.algorithm.clip_ratio_c=1", "clip_ratio_c is 1: it must be above 1"),
         ("generator.kv_cache_memory_gb=0", "kv_cache_memory_gb is 0: it must be above 0"),
         ("trainer.run_name=", "trainer.run_name is '': it must not be empty"),
-        ("trainer.logger=[wanb]", "did you mean wandb? It must be one of console, jsonl, tensorboard, wandb"),
+        (
+            "trainer.logger=[wanb]",
+            "did you mean wandb? It must be one of console, jsonl, tensorboard, wandb, or your own",
+        ),
         ("trainer.policy.megatron_config.transformer_impl=te", "It must be one of auto, torch, transformer_engine"),
         ("trainer.policy.megatron_config.recompute_granularity=ful", "did you mean full?"),
         ("trainer.policy.optimizer_config.scheduler=cosin", "did you mean cosine?"),

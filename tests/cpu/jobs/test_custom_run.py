@@ -29,6 +29,7 @@ OWN = [
     "generator.weight_sync_backend=own_transport:FILES",
     "generator.rollout=own_rollout:draft_and_revise",
     "trainer.source=own_source:GroupsThatTeach",
+    'trainer.logger=[console,jsonl,"own_sink:FileSink"]',
     "extra={wanted_digits: 4, max_batches: 2}",
     "generator.max_input_length=32",
     "trainer.algorithm.policy_loss_type=own_loss:soft_clip",
@@ -63,6 +64,8 @@ def test_own_parts_train_by_a_call_inside_a_running_loop(world: Path):
         assert 0 < row["policy/loss_metrics/weight"] <= 1 and row["policy/loss_metrics/largest_drift"] >= 0
         assert row["policy/correction/drop_surprises/dropped_share"] == 0, "the engine computes what the trainer does"
         assert 0 < row["own/share_of_teaching_groups"] <= 1 and "reward/avg_pass_at_8" in row
+    logged = (job.run_dir / "metrics.csv").read_text().splitlines()
+    assert f"2,policy/grad_norm,{steps[-1]['policy/grad_norm']}" in logged, "the own sink gets all metrics"
     assert "eval/all/pass_at_2" in steps[-1], "an evaluation plays the same rollout"
     for process in ("policy-0", "engine-0"):
         log = (job.run_dir / "logs" / f"{process}.log").read_text()

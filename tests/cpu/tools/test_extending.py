@@ -8,9 +8,11 @@ import re
 from pathlib import Path
 from textwrap import indent
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+import skyrl_train
 from skyrl_train.checks.engines import engine_problems
 from skyrl_train.config import load_config
 from tests.support.scripted import PARAMS, Script, prompt, sampler
@@ -52,6 +54,30 @@ def test_the_environment_plays_in_the_default_rollout(monkeypatch: pytest.Monkey
     with sampler(tiny_tokenizer(), Script(tiny_tokenizer(), "12"), extra={"wanted_digits": 4}) as s:
         played = asyncio.run(s.sample(of_digits, PARAMS))
     assert played.reward == 0.5 and played.turns == 1
+
+
+def test_the_sink_appends_to_its_table_where_a_run_resumes(tmp_path: Path):
+    config = load_config([])
+    for steps_done in (0, 1):
+        sink = module("own_sink").FileSink(tmp_path, config, steps_done)
+        sink.log(steps_done + 1, {"policy/loss": 0.5})
+        sink.close()
+    assert (tmp_path / "metrics.csv").read_text() == "step,name,value\n1,policy/loss,0.5\n2,policy/loss,0.5\n"
+
+
+def test_the_subclass_of_an_experiment_changes_the_samples_of_the_default_rollout(monkeypatch: pytest.MonkeyPatch):
+    (block,) = [each for each in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "class Mine(" in each]
+    run: dict[str, Any] = {}
+    monkeypatch.setattr(skyrl_train, "run", lambda config, experiment: run.update(config=config, kind=experiment))
+    exec(block, {})
+    experiment = object.__new__(run["kind"])
+    experiment.config = run["config"]
+    with sampler(tiny_tokenizer(), Script(tiny_tokenizer(), "12"), extra={"wanted_digits": 4}) as s:
+        monkeypatch.setattr(skyrl_train.Experiment, "get_rollout", lambda self, env_pool: s._rollout)
+        rollout = experiment.get_rollout(None)
+        monkeypatch.syspath_prepend(str(ROOT / "examples/custom"))
+        (played,) = asyncio.run(rollout(prompt("own_environment:Digits"), PARAMS, s._engines.for_a_rollout()))
+    assert played.reward == pytest.approx(0.5 - 0.01 * int(played.loss_mask.sum()))
 
 
 def test_the_example_experiment_is_a_configuration_that_loads():

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.progress import Progress
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from skyrl_train.config import load_config
+from skyrl_train.checks.rl import check
+from skyrl_train.config import ConfigError, load_config
 from skyrl_train.tracking import format as fmt
 from skyrl_train.tracking.console import ConsoleSink
 from skyrl_train.tracking.jsonl import JsonLinesWriter, read_json_lines
@@ -251,6 +252,47 @@ def test_samples_are_a_table_at_wandb_and_nothing_elsewhere(tmp_path: Path, monk
     assert table["columns"] == ["uid", "reward", "env_metrics"] and len(table["data"]) == 1000
     assert table["data"][0] == ["0", 0.5, '{"turns": 1}']
     assert read_json_lines(tmp_path / "metrics.jsonl")[0]["reward/avg_raw_reward"] == 0.5
+
+
+class OwnSink(ListSink):
+    """A user's sink."""
+
+    built: ClassVar[list[tuple[Any, ...]]] = []
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__()
+        self.built.append(arguments)
+
+
+class NoSink:
+    """Lacks `close`."""
+
+    def __init__(self, *arguments: Any) -> None: ...
+
+    def log(self, step: int, metrics: Any) -> None: ...
+
+
+def test_an_own_class_is_a_sink_built_from_folder_configuration_and_steps(tmp_path: Path):
+    OwnSink.built.clear()
+    tracker = tracker_of([f'"{__name__}:OwnSink"'], tmp_path, steps_done=3)
+    ((run_dir, config, steps_done),) = OwnSink.built
+    assert (run_dir, config.trainer.run_name, steps_done) == (tmp_path, "run", 3)
+    tracker.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        (f"{__name__}:NoSink", r"it has no close\. A sink has log\(step, metrics\) and close\(\)"),
+        (f"{__name__}:tracker_of", r"it must be a class that is built from \(run_dir, config, steps_done\)"),
+        (f"{__name__}:OwnSnk", "did you mean OwnSink"),
+        ("mlflow", r"trainer.logger is .*mlflow.*It must be one of console, .*, or your own module:Class"),
+    ],
+)
+def test_a_wrong_sink_is_refused_before_anything_starts(name: str, problem: str):
+    given = [*(f"trainer.{key}" for key in ("policy.model.path=m", "prepare=null")), f'trainer.logger=["{name}"]']
+    with pytest.raises(ConfigError, match=problem):
+        check(load_config([*given, "data.train_data=[rows.jsonl]"]), None, files=False)
 
 
 def test_a_resumed_run_is_the_same_run_at_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

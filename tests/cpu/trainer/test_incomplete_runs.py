@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -312,4 +313,18 @@ def test_a_program_fails_when_its_run_folder_is_deleted(tmp_path: Path):
     one = _Run([f"trainer.run_dir={tmp_path}/run", "trainer.logger=[jsonl]"], loop)
     with pytest.raises(RunIncomplete, match="trainer.run_dir is .*: the folder was deleted"):
         asyncio.run(one._train(run_dir, None))
+    run_dir.finish("failed")
+
+
+def test_a_sink_in_place_of_the_tracker_is_refused_before_the_first_step(tmp_path: Path):
+    class OwnTracker(_Run):
+        def get_tracker(self, run_dir: Any, num_steps: int) -> Any:
+            return contextlib.nullcontext()
+
+    run_dir = create_run_dir(tmp_path / "run", "run", "", {})
+    loop = Counting(trainer_config(tmp_path), 1)
+    one = OwnTracker([f"trainer.run_dir={tmp_path}/run"], loop)
+    with pytest.raises(ValueError, match=r"OwnTracker.get_tracker returned a nullcontext: it must return a .*Tracker"):
+        asyncio.run(one._train(run_dir, None))
+    assert loop.policy.num_steps == 0
     run_dir.finish("failed")
