@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,6 +23,8 @@ from skyrl_train.entrypoints.experiment import Experiment
 from skyrl_train.entrypoints.main_base import COMMAND
 from skyrl_train.spelling import nearest
 
+_RUNNING = threading.Lock()
+"""Held by the run of this process."""
 EXAMPLES = {"overrides": '["trainer.seed=2"]', "folders": '["configs"]'}
 
 
@@ -65,7 +68,8 @@ def run(config: Config, *, experiment: type[Experiment] = Experiment) -> Path:
     notebook's stop button, ends training after the current step, a second one immediately.
 
     Args: experiment: subclass with your own parts (`get_rollout`, `get_source`, `get_trainer`, ...).
-    Raises: ConfigError for an invalid configuration; KeyboardInterrupt if interrupted; the error of a failed run.
+    Raises: ConfigError for an invalid configuration, or while another run of this process has not ended;
+        KeyboardInterrupt if interrupted; the error of a failed run.
     """
     interrupts = command.Interrupts()
     return command.beside_a_running_loop(partial(_train, config, experiment, interrupts), interrupts)
@@ -106,10 +110,18 @@ def _check(config: object, experiment: object) -> None:
 
 def _train(config: Config, experiment: type[Experiment], interrupts: command.Interrupts) -> Path:
     _check(config, experiment)
-    training = dataclasses.replace(COMMAND, run=experiment)
-    command.prepare(training, config)
-    training.check(config, None, True)
-    ended = command.run(training, config, Console(), interrupts)
+    if not _RUNNING.acquire(blocking=False):  # a process has one connection to Ray
+        raise ConfigError(
+            f"trainer.run_name is {config.trainer.run_name}: another run of this process has not ended, and a process "
+            "can have one at a time. Await it first, or start this one in its own process"
+        )
+    try:
+        training = dataclasses.replace(COMMAND, run=experiment)
+        command.prepare(training, config)
+        training.check(config, None, True)
+        ended = command.run(training, config, Console(), interrupts)
+    finally:
+        _RUNNING.release()
     if ended.error is not None:
         raise ended.error
     if ended.code:

@@ -179,6 +179,26 @@ def test_a_cancelled_run_ends_after_its_step(world: Path, capsys: pytest.Capture
     assert Endless.made.stop.is_set() and "stopping after this step" in capsys.readouterr().out
 
 
+def test_a_second_run_at_a_time_is_refused_before_it_starts_and_may_follow(world: Path):
+    config = skyrl_train.load_config(["trainer.run_name=second"], experiment="tiny")
+
+    class First(Endless):
+        made: Any = None
+
+    async def cell() -> Path:
+        first = asyncio.ensure_future(skyrl_train.run_async(config, experiment=First))  # type: ignore[arg-type]
+        while not hasattr(First.made, "stop"):
+            await asyncio.sleep(0.001)
+        with pytest.raises(ConfigError, match=r"run_name is second: another run of this process has not ended"):
+            await skyrl_train.run_async(config, experiment=NoTraining)  # type: ignore[arg-type]
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        return await skyrl_train.run_async(config, experiment=NoTraining)  # type: ignore[arg-type]
+
+    assert asyncio.run(cell()) == world / "runs/second"
+
+
 def test_a_start_that_fails_gives_the_folder_back_to_the_run_that_was_there(
     world: Path, capsys: pytest.CaptureFixture[str]
 ):
