@@ -36,8 +36,16 @@ def check_conversations(config: Config, chat: ChatTemplate, folder: str, questio
     found = list(findings(chat, folder, chosen, question))
     if error := refusal(config.generator, found):
         raise ValueError(error)
-    names = [each.feature.name for each in found if each.outcome is Outcome.REWRITTEN]
-    if names and appends(config.generator):
+    if not appends(config.generator):
+        return
+    if any(each.outcome is Outcome.UNCLOSED for each in found):
+        log.warning(
+            "the chat template does not end turns, so the sampled end-of-sequence token stays in the conversation, and "
+            "the policy is trained on conversations that a server does not make: %s renders each turn as it does, or "
+            "use a template that ends turns",
+            STEP_WISE,
+        )
+    if names := [each.feature.name for each in found if each.outcome is Outcome.REWRITTEN]:
         log.warning(
             "the chat template renders earlier turns with %s differently, so the policy is trained on conversations "
             "that a server does not make of them: %s renders each turn as it does (python -m "

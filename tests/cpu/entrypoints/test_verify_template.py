@@ -103,9 +103,13 @@ def test_a_template_that_rejects_a_second_turn_is_refused_with_the_form_that_nee
     check_conversations(config("generator.use_conversation_multi_turn=false"), chat, str(tmp_path), QUESTION)
 
 
-def test_a_template_without_an_end_of_turn_may_be_trained(tmp_path, caplog):
+def test_a_template_without_an_end_of_turn_may_be_trained_with_a_warning(tmp_path, caplog):
     chat = ChatTemplate(tiny_tokenizer(), {})
+    check_conversations(config("generator.step_wise_trajectories=true"), chat, str(tmp_path), QUESTION)
+    assert not caplog.records
     check_conversations(config(), chat, str(tmp_path), QUESTION)
+    (warning,) = caplog.messages
+    assert "does not end turns" in warning and "step_wise_trajectories=true renders each turn" in warning
     assert "plain text" in named(findings(chat, str(tmp_path)), Outcome.UNCLOSED)
 
 
