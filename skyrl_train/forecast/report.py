@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.table import Column, Table
+from rich.table import Table
 
 from skyrl_train.cluster.demands import demands
 from skyrl_train.config import Config
@@ -105,8 +105,8 @@ def limits(made: Forecast) -> str:
     """The limits that bind, in a sentence each."""
     full, slow = made.fullest, max(made.times, key=lambda time: time.seconds)
     lines = [
-        f"memory: {full.phase} needs the most, up to {gib(full.high)} of {gib(made.capacity)} GiB, and of that "
-        f"{full.largest.name} ({gib(full.largest.high)})",
+        f"memory: {full.phase} needs the most, at most {gib(full.high)} of {gib(made.capacity)} GiB; its largest part "
+        f"is {full.largest.name} (estimated {gib(full.largest.likely)}, at most {gib(full.largest.high)})",
         f"time: {slow.phase} takes the longest, bound by {slow.bound}",
     ]
     if made.uncounted:
@@ -132,13 +132,21 @@ def summary(made: Forecast) -> str:
 
 def proposal_table(found: Sequence[Proposal]) -> Table:
     """The fastest proposals, and the given layout if it is one."""
-    overrides = Column("overrides", overflow="fold")  # complete, to be copied
-    table = Table("layouts that fit", overrides, "GiB needed at most", "estimated s")
-    for each in (*found[:SHOWN], *(each for each in found[SHOWN:] if not each.overrides)):
+    table = Table("", "layouts that fit", "GiB needed at most", "estimated s")
+    for number, each in enumerate(_shown(found), 1):
         made = each.forecast
-        changes = " ".join(each.overrides) or "(as given)"
-        table.add_row(str(made.layout), changes, gib(made.fullest.high), f"{made.seconds:.2f}")
+        table.add_row(str(number), str(made.layout), gib(made.fullest.high), f"{made.seconds:.2f}")
     return table
+
+
+def proposal_lines(found: Sequence[Proposal]) -> str:
+    """The overrides of each row of the table, a line each, to be copied."""
+    lines = [f"{number}: {' '.join(each.overrides) or 'as given'}" for number, each in enumerate(_shown(found), 1)]
+    return "\n".join(["overrides, fastest first:", *lines])
+
+
+def _shown(found: Sequence[Proposal]) -> list[Proposal]:
+    return [*found[:SHOWN], *(each for each in found[SHOWN:] if not each.overrides)]
 
 
 OF_ENGINES = (

@@ -64,7 +64,7 @@ def plan(config: PlanConfig, console: Console) -> int:
     found = proposals(given) if config.plan.propose else []
     if found:
         console.print(report.proposal_table(found))
-        console.print(f"fastest: {' '.join(found[0].overrides) or 'as given'}", highlight=False, soft_wrap=True)
+        console.print(report.proposal_lines(found), highlight=False, soft_wrap=True, markup=False)
     elif config.plan.propose and any(phase.high > made.capacity for phase in of_engines):
         text = f"An engine may not fit. {report.OF_ENGINES}"
         console.print(text, highlight=False, soft_wrap=True)

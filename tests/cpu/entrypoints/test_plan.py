@@ -36,13 +36,15 @@ def test_the_command_prints_memory_times_and_proposals(tmp_path: Path, capsys: p
         "KV cache",
         "optimizer",
         "weight sync",
-        "fastest: as given",
+        "overrides, fastest first:\n1: as given\n",
         "max_num_seqs=512, because",
     ):
         assert expected in printed
     made = json.loads(file.read_text())
     assert made["choices"]["trainer.max_tokens_per_microbatch"] == 32_768
     assert made["fits"] and made["proposals"][0]["overrides"] == []
+    copied = [" ".join(each["overrides"]) for each in made["proposals"][1:5]]
+    assert all(f": {line}\n" in printed for line in copied), "a line each, also in 80 columns"
     assert {phase["phase"] for phase in made["phases"]} == {"generation", "update", "reference"}
 
 
