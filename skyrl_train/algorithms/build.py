@@ -28,8 +28,10 @@ def bind(function: Callable[..., Any], values: Mapping[str, Any]) -> Bound:
     keys = _keys(function)
     missing = [key.name for key in keys if key.default is key.empty and key.name not in values]
     if missing:
+        meant = [near for name in missing if (near := nearest(name, values))]
         raise ValueError(
-            f"{_place(function)} takes {', '.join(missing)}: no key has this name. Set "
+            f"{_place(function)} takes {', '.join(missing)}: no key has this name. "
+            + (f"Did you mean {', '.join(meant)}? Otherwise set " if meant else "Set ")
             + ", ".join(f"trainer.algorithm.parameters.{name}=VALUE" for name in missing)
         )
     selection = selection_of(function)

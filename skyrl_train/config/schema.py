@@ -157,6 +157,8 @@ def _value(kind: Any, value: Any, path: str, schema: type, report: Callable[[str
         hint = ""
         if type_name(kind).startswith("str") and isinstance(value, int | float):
             hint = f". Quote text that looks like a number: \"'{shown}'\" on the command line"
+        if type_name(kind).startswith("bool"):
+            hint = ". Write true or false"
         report(path, f"{path} is {shown!r} ({_given(value)}): expected {type_name(kind)}{hint}")
         return None
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.algorithms.build import bind
-from skyrl_train.algorithms.inputs import PerSample, TokenInputs
+from skyrl_train.algorithms.inputs import LossTerms, PerSample, TokenInputs
 from skyrl_train.algorithms.losses.value import clipped_value_loss
 from skyrl_train.algorithms.reductions import weighted_sum
 from skyrl_train.algorithms.tables import CORRECTIONS, LOSSES
@@ -204,3 +204,11 @@ def test_the_value_loss_takes_the_larger_error_of_the_value_and_the_clipped_valu
         assert terms.tolist() == [1.75**2 / 2, 1.5**2 / 2, 0.5, 0.25**2 / 2]
         assert gradient.tolist() == [-1.75, 0.0, 1.0, -0.125]
         assert metrics["clip_ratio"].values.tolist() == [0, 1, 0, 0]
+
+
+def test_a_parameter_that_is_nearly_a_key_is_named_with_it():
+    def misspelt(tokens: TokenInputs, *, eps_clip_lo: float) -> LossTerms:
+        raise NotImplementedError
+
+    with pytest.raises(ValueError, match=r"takes eps_clip_lo: no key has this name. Did you mean eps_clip_low"):
+        bind(misspelt, VALUES)

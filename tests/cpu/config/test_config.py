@@ -173,7 +173,7 @@ def test_wrong_types_name_key_value_expected_type_and_place_all_at_once(project:
     experiment(project / "mine", "bad", "trainer:\n  epochs: many\n  bf16: 1")
     text = message(["--config-dir", "mine", "+experiment=bad", "trainer.seed=1.5", "trainer.run_name=123"])
     assert "trainer.epochs is 'many' (str): expected int (in mine/experiment/bad.yaml)" in text
-    assert "trainer.bf16 is 1 (int): expected bool (in mine/experiment/bad.yaml)" in text
+    assert "trainer.bf16 is 1 (int): expected bool. Write true or false (in mine/experiment/bad.yaml)" in text
     assert "trainer.seed is 1.5 (float): expected int (on the command line)" in text
     assert "trainer.run_name is 123 (int): expected str. Quote text that looks like a number" in text
 
@@ -216,6 +216,7 @@ def test_what_cannot_be_read_says_what_to_write(override: str, expected: str):
         ("generator.sampling_params.top_p=0", "top_p is 0: it must be above 0 and at most 1"),
         ("trainer.algorithm.clip_ratio_c=1", "clip_ratio_c is 1: it must be above 1"),
         ("generator.kv_cache_memory_gb=0", "kv_cache_memory_gb is 0: it must be above 0"),
+        ("trainer.bf16=yes", "trainer.bf16 is 'yes' (str): expected bool. Write true or false"),
         ("trainer.run_name=", "trainer.run_name is '': it must not be empty"),
         (
             "trainer.logger=[wanb]",
