@@ -40,7 +40,7 @@ HOOKS = {
         ("get_inference_client", "_get_legacy_inference_client", "_get_new_inference_client"),
         "engines follow generator; for another kind set generator.backend=module:attribute",
     ),
-    "get_tracker": "set trainer.logger, or override get_tracker of skyrl_train.Experiment",
+    "get_tracker": "set trainer.logger, which also takes your own module:Class (docs/extending.md#sink)",
 }
 """Method of BasePPOExp -> what replaces it."""
 GENERATOR_HOOKS = {
