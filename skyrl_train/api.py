@@ -110,15 +110,15 @@ def _check(config: object, experiment: object) -> None:
 
 def _train(config: Config, experiment: type[Experiment], interrupts: command.Interrupts) -> Path:
     _check(config, experiment)
+    training = dataclasses.replace(COMMAND, run=experiment)
+    command.prepare(training, config)  # a function of the user, which may train a model by itself
+    training.check(config, None, True)
     if not _RUNNING.acquire(blocking=False):  # a process has one connection to Ray
         raise ConfigError(
             f"trainer.run_name is {config.trainer.run_name}: another run of this process has not ended, and a process "
             "can have one at a time. Await it first, or start this one in its own process"
         )
     try:
-        training = dataclasses.replace(COMMAND, run=experiment)
-        command.prepare(training, config)
-        training.check(config, None, True)
         ended = command.run(training, config, Console(), interrupts)
     finally:
         _RUNNING.release()

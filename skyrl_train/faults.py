@@ -121,16 +121,16 @@ def omitted(owner: str, name: str, reason: str) -> None:
 def plain_json(value: Any, name: str) -> Any:
     """A copy in JSON values that JSON does not change; numbers of numpy and torch become Python's.
 
-    Raises: TypeError naming the entry for anything else, such as a set, a tuple or a key that is not text. Args: name:
-        of the value in the error.
+    Tuples become lists. Raises: TypeError naming the entry for anything else, such as a set or a key that is not text.
+    Args: name: of the value in the error.
     """
     if callable(getattr(value, "item", None)) and getattr(value, "shape", None) == ():
         value = value.item()
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         if others := [key for key in value if not isinstance(key, str)]:
             raise TypeError(f"{name} has the key {short(others[0])}")
         return {key: plain_json(entry, f"{name}[{key!r}]") for key, entry in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [plain_json(entry, f"{name}[{index}]") for index, entry in enumerate(value)]
     if not isinstance(value, str | int | float | None):
         raise TypeError(f"{name} is {short(value)}")

@@ -103,8 +103,8 @@ class BasePPOExp:  # the program that starts Ray imports it too: what only a run
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         return tokenizer
 
-    def get_train_dataset(self) -> Any:
-        """Rows as (messages, env_class, extras, uid)."""
+    def get_train_dataset(self) -> Any | None:
+        """Rows as (messages, env_class, extras, uid); None where nothing is trained."""
         return self._dataset(self._config.data.train_data)
 
     def get_eval_dataset(self) -> Any | None:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import yaml
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from skyrl_train.algorithms.build import takes_all
@@ -94,7 +95,7 @@ def validate_cfg(cfg: DictConfig) -> None:
         OmegaConf.update(cfg, MAX_SEQ_LEN, sum(lengths))
     arguments, translation = _pending.pop() if _pending else ([], Translation())
     given = {text.lstrip("+").partition("=")[0] for text in sys.argv[1:] if "=" in text}
-    if arguments and HydraConfig.initialized():
+    if arguments and HydraConfig.initialized() and HydraConfig.get().mode is not RunMode.MULTIRUN:
         translation, of_files = _in_view_of_files(cfg, arguments)
         given |= of_files | translation.sources.keys()
     if translation.problems:
@@ -112,14 +113,15 @@ def validate_cfg(cfg: DictConfig) -> None:
 
 def _in_view_of_files(cfg: DictConfig, arguments: Sequence[str]) -> tuple[Translation, set[str]]:
     """Translate arguments again in view of the program's YAML, which is not known when it imports 0.4's entry, and
-    change the keys of cfg that get other values. Returns: the translation, and the keys that the YAML sets.
+    change the keys of cfg that get other values. Not for jobs of a sweep, whose values are not those of the arguments.
+    Returns: the translation, and the keys that the YAML sets.
     """
     hydra = cast(DictConfig, HydraConfig.get())
     first = list(hydra.overrides.task)
     files = [file for file in chosen_files(hydra, hydra.job.config_name, first) if not is_shipped(file)]
     values = values_of(Config, files)
     lines, translation = translated(arguments, values)
-    lines = [line for line in lines if _is_override(line)]
+    lines = [line for line in lines if _is_override(line) and not line.lstrip("+~").startswith("hydra.")]
     if not translation.problems and lines != first:
         composed = compose(hydra.job.config_name, lines)
         changed = {line.lstrip("+").partition("=")[0] for line in {*lines} ^ {*first}}

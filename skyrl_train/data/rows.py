@@ -63,16 +63,15 @@ def without_empty_fields(messages: Any) -> Any:
 
 
 def _of_arrow(row: dict[str, Any]) -> dict[str, Any]:
-    """The row without what Arrow adds to its messages and tools: every object gets the fields of all objects in the
+    """The row without what Arrow adds to its messages and `tools`: every object gets the fields of all objects in the
     file, also the arguments of a tool call. A null that was meant there cannot be told from these.
     """
-    return {name: _without_nulls(value) if _is_chat(value) else value for name, value in row.items()}
+    is_chat = {name: name == "tools" or _has_roles(value) for name, value in row.items()}
+    return {name: _without_nulls(value) if is_chat[name] else value for name, value in row.items()}
 
 
-def _is_chat(value: Any) -> bool:
-    """Whether it is a list of messages or tools."""
-    marks = {"role", "function", "parameters"}
-    return isinstance(value, list) and any(isinstance(item, dict) and not marks.isdisjoint(item) for item in value)
+def _has_roles(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(item, dict) and "role" in item for item in value)
 
 
 def _without_nulls(value: Any) -> Any:

@@ -37,10 +37,10 @@ def tools_text(tools: object) -> str:
 
     Raises: ValueError if they are not descriptions of functions.
     """
-    given = tools
-    if isinstance(tools, str) and tools.strip():
+    given = tools.strip() if isinstance(tools, str) else tools
+    if isinstance(given, str) and given:
         with suppress(ValueError, RecursionError):
-            given = json.loads(tools)
+            given = json.loads(given)
     if not given:
         return ""
     if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):

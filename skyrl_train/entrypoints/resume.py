@@ -13,6 +13,7 @@ from skyrl_train.config.policy import ScoringModel
 from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.data.order import OrderState
+from skyrl_train.hf.checkpoint import export_sum
 from skyrl_train.hf.hub import local_folder, seen_from_anywhere
 from skyrl_train.hf.identity import change, has_frozen_weights, identity
 from skyrl_train.rollout.source import SOURCES
@@ -115,6 +116,8 @@ def with_missing_export(checkpoint: Checkpoint, trainer: TrainingConfig, num_ste
     """
     state = checkpoint.state
     lacks = state.global_step >= num_steps and state.export is None and trainer.hf_save_interval != 0
+    if lacks and export_sum(Path(trainer.export_path).expanduser() / f"global_step_{state.global_step}") is not None:
+        return checkpoint  # by a version that noted no exports, or by export_hf
     return replace(checkpoint, state=replace(state, pending=state.pending or lacks))
 
 

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SUMS = "SHA256SUMS"
@@ -81,8 +83,10 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 def tensor_shapes(folder: str) -> dict[str, tuple[int, ...]]:
-    """Shapes by name. Raises: ValueError if safetensors files are missing, damaged or not as in the index, or hold
-    tensors of which the index names another file: vLLM and transformers load all that a file holds, the last one wins.
+    """Shapes by name.
+
+    Raises: ValueError if safetensors files are missing, damaged or not as in the index, or one has other values for a
+        tensor of another: vLLM and transformers load all that a file holds, Megatron what the index names.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     files = tensor_files(folder)
@@ -93,17 +97,27 @@ def tensor_shapes(folder: str) -> dict[str, tuple[int, ...]]:
                 raise ValueError(
                     f"{file} lacks {len(absent)} tensors that {INDEX} lists, the first is {absent[0]}. {COPY_AGAIN}"
                 )
-            if others := sorted(name for name in held if files.get(name, file) != file):
+            for name in sorted(name for name in held if files.get(name, file) != file):
+                with opened(files[name]) as others:
+                    is_there = name in set(others.keys())  # else that file is refused
+                    if not is_there or _are_equal(others.get_tensor(name), tensors.get_tensor(name)):
+                        continue
                 raise ValueError(
-                    f"{file} holds {len(others)} tensors for which {INDEX} names other files: {others[0]} is to be in "
-                    f"{files[others[0]].name}. Programs differ in which they load. Save the model again with "
-                    "save_pretrained, or download it again"
+                    f"{file} holds other values of {name} than {files[name].name}, where {INDEX} says that it is. "
+                    "Programs differ in which they load. Save the model again with save_pretrained, or download it"
                 )
             for name in names:
                 shapes[name] = tuple(tensors.get_slice(name).get_shape())
     if not shapes:
         raise ValueError(f"{folder} has no .safetensors files. Save the model with save_pretrained, which writes them")
     return shapes
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same bytes; their dtype may be one without arithmetic."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
 def export_sum(folder: Path) -> str | None:

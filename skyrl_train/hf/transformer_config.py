@@ -1,4 +1,5 @@
-"""Fields of Megatron's TransformerConfig that `transformer_config_kwargs` may not set, or only to the model's value.
+"""Fields of Megatron's TransformerConfig that `transformer_config_kwargs` may not set, or only (OF_CONFIG) to the
+value of config.json.
 
 Engines, exports and references compute the model of config.json. Other values in the trainer would train another model
 than the one that is sampled from, evaluated and exported. Fields of kernels, precision and dispatch are free.
@@ -103,7 +104,7 @@ def model_problems(key: str, given: Mapping[str, Any], config: PretrainedConfig,
     values = {"head_dim": head_dim} | (fields.get("rope_parameters") or {}) | given_fields
     for name in sorted(given.keys() & OF_CONFIG):
         field = next((field for field in OF_CONFIG[name] if field in values), None)
-        if field is None or values[field] != given[name]:
+        if given[name] != (None if field is None else values[field]):
             own = f"no {' or '.join(OF_CONFIG[name])}" if field is None else f"{field} {values[field]}"
             yield (
                 f"{key}.{name} is {given[name]}: the config.json of {folder} has {own}, by which engines and exports "

@@ -114,7 +114,7 @@ def state_of(source: Resumable, state: SourceState | None = None) -> SourceState
     """A copy of a source's state, or of the given one. Raises: SourceFailure for what a checkpoint would not return."""
     given: object = source.state if state is None else state
     try:
-        if isinstance(given, dict):
+        if isinstance(given, Mapping):
             return plain_json(given, "state")
         raise TypeError(f"state is {type(given).__name__} {given!r:.60}")
     except TypeError as error:

@@ -182,6 +182,13 @@ def test_keys_of_0_4_on_the_command_line_depend_on_the_yaml_of_the_program(tmp_p
     assert f"    generator.{old[0]} -> generator.num_inference_engines=8" in log
     assert sum("on the command line" in line for line in log) == 1
 
+    given = ["--multirun", "hydra.sweep.dir=sweep", "trainer.strategy=megatron", *ROWS, "+mine=1"]
+    swept = ["trainer.train_batch_size=16,32", "trainer.policy_mini_batch_size=16"]
+    command = [sys.executable, "main.py", "hydra/job_logging=stdout", *given, *swept]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[-3] for line in done.stdout.splitlines() if line.startswith("4 (")] == ["16", "32"]
+
 
 def test_modules_of_registered_functions_are_imported_by_all_processes_and_get_all_keys():
     with registered():

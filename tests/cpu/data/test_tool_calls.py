@@ -103,7 +103,7 @@ def test_fine_tuning_lists_the_tools_of_each_row_as_transformers_does(template, 
     tokenizer = tokenizer_with(template)
     reader = ExampleReader(tokenizer, "all", {"tools": CLOCK}, 4096)
     answer = {"prompt": TURNS[:1], "response": TURNS[1]["content"]}
-    for given, tools in [(WEATHER, WEATHER), (json.dumps(CLOCK), CLOCK), (None, CLOCK), ([], CLOCK), ("", CLOCK)]:
+    for given, tools in [(WEATHER, WEATHER), (json.dumps(CLOCK), CLOCK), (None, CLOCK), ([], CLOCK), (" ", CLOCK)]:
         for row in ({"messages": TURNS}, answer):
             ids, mask = reader.tokens({**row, "tools": given})
             expected = tokenizer.apply_chat_template(TURNS, tools=tools, tokenize=False)
@@ -114,7 +114,7 @@ def test_fine_tuning_lists_the_tools_of_each_row_as_transformers_does(template, 
 
 
 def test_tools_of_a_parquet_file_have_no_fields_of_other_rows(tmp_path):
-    rows = [{"messages": TURNS, "tools": tools} for tools in (WEATHER, CLOCK)]
+    rows = [{"messages": TURNS, "tools": tools, "tests": [{"function": "f", "x": None}]} for tools in (WEATHER, CLOCK)]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     assert [row for _, row in read_rows([str(tmp_path / "rows.parquet")])] == rows
 

@@ -199,6 +199,18 @@ def test_a_second_run_at_a_time_is_refused_before_it_starts_and_may_follow(world
     assert asyncio.run(cell()) == world / "runs/second"
 
 
+def test_a_function_that_prepares_a_run_may_train_by_itself(world: Path, monkeypatch: pytest.MonkeyPatch):
+    config = skyrl_train.load_config(["trainer.run_name=warm"], experiment="tiny")
+    prepared: list[Path] = []
+
+    def prepare(*_: Any) -> None:
+        monkeypatch.setattr("skyrl_train.api.command.prepare", lambda *_: None)
+        prepared.append(skyrl_train.run(config, experiment=NoTraining))  # type: ignore[arg-type]
+
+    monkeypatch.setattr("skyrl_train.api.command.prepare", prepare)
+    assert skyrl_train.run(config, experiment=NoTraining) == prepared[0]  # type: ignore[arg-type]
+
+
 def test_a_start_that_fails_gives_the_folder_back_to_the_run_that_was_there(
     world: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -635,6 +635,12 @@ def test_a_run_that_is_shortened_to_its_checkpoint_ends_with_an_export_and_an_ev
     assert with_missing_export(written, trainer, 5) == written, "it is not the last step"
     without = trainer_config(tmp_path, "trainer.hf_save_interval=0")
     assert with_missing_export(written, without, num_steps) == written
+    by_hand = Path(trainer.export_path, "global_step_4")
+    by_hand.mkdir(parents=True)
+    (by_hand / "SHA256SUMS").touch()
+    (by_hand / "model.safetensors.index.json").touch()
+    assert with_missing_export(written, trainer, num_steps) == written, "export_hf has exported it"
+    shutil.rmtree(by_hand)
 
     loop = Counting(trainer, num_steps)
     loop.resume(with_missing_export(written, trainer, num_steps).state)
