@@ -117,7 +117,7 @@ async def run_syncs(config: Config, count: int, folder: Path) -> list[dict[str, 
             for _ in range(count):
                 moved = await _make_room(processes) if config.trainer.placement.colocate_all else {}
                 result = await processes.weight_sync.send_once()
-                if config.trainer.placement.colocate_all:
+                if processes.sharing.takes_turns:
                     moved |= await _give_room(processes)
                 found.append(
                     moved
@@ -144,14 +144,14 @@ async def _make_room(processes: Processes) -> dict[str, float]:
     started = time.perf_counter()
     await processes.engines.sleep()
     asleep = time.perf_counter()
-    moved = await processes.sharing.release.enter(processes.policy, WEIGHTS)
+    moved = await processes.policy.reload(WEIGHTS)
     before = time.perf_counter()
     await processes.engines.wake_weights()
     return {"sleep": asleep - started, "reload weights": moved.seconds, "wake weights": time.perf_counter() - before}
 
 
 async def _give_room(processes: Processes) -> dict[str, float]:
-    moved = await processes.sharing.release.leave(processes.policy, WEIGHTS)
+    moved = await processes.policy.offload(WEIGHTS)
     before = time.perf_counter()
     await processes.engines.wake_kv_cache()
     return {"offload weights": moved.seconds, "wake KV cache": time.perf_counter() - before}

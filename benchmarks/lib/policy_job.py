@@ -13,7 +13,7 @@ from skyrl_train.config import load_config
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.config.training import RunConfig
 from skyrl_train.device.kinds import this_device
-from skyrl_train.forecast.choices import chosen
+from skyrl_train.forecast.choices.chosen import chosen
 from skyrl_train.forecast.forecast import Inputs, workload_of
 
 if TYPE_CHECKING:

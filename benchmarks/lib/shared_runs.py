@@ -42,7 +42,7 @@ class SharedRun(Experiment):
         policy, config = processes.policy, self.config
         own = objective(config.trainer.algorithm, config.generator.sampling_params)
         await policy.group.all("begin", own, initial)
-        policy.num_steps, policy.has_changed = 0, False
+        policy.num_steps = 0
         policy.versions.advance(1)  # a number never stands for two sets of weights
         processes.weight_sync.check = None  # that of the run before; `Assembly` sets this run's
         await processes.weight_sync.publish(())

@@ -29,12 +29,6 @@ def teacher_problems(config: Config) -> Iterator[str]:
             f"{HINT} is set, but there is no teacher. Set trainer.teacher.backend=policy, or trainer.teacher.model.path"
         )
     yield from _served_problems(config)
-    by_policy = teacher.backend == "policy" or bool(trainer.base_teachers)
-    if by_policy and trainer.placement.release == "exit" and trainer.algorithm.needs_critic:
-        yield (
-            "trainer.placement.release is exit and the policy's ranks score as a teacher: with a critic, their "
-            "processes would end before the update reads what they scored. Set release=offload"
-        )
     if teacher.backend != "policy":
         return
     if teacher.model.path is not None or teacher.model.path_of_data_source:

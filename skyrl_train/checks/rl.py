@@ -36,7 +36,6 @@ from skyrl_train.checks.training import (
     layout_problems,
     lora_problems,
     package_problems,
-    profiled,
     training_problems,
 )
 from skyrl_train.config import Config, ConfigError
@@ -216,19 +215,7 @@ def _colocation(config: Config) -> Iterator[str]:
     place, generator = config.trainer.placement, config.generator
     shared = "trainer.placement.colocate_all is true"
     if not place.colocate_all:
-        if place.release == "exit":
-            yield (
-                "trainer.placement.release is exit and colocate_all is false: trainers with dedicated devices never "
-                "release them. Set colocate_all=true or release=offload"
-            )
         return
-    if place.release == "exit":
-        for path, megatron in _megatron_configs(config).items():
-            for key in profiled(megatron):
-                yield (
-                    f"{path}.torch_profiler_config.{key} is true and trainer.placement.release is exit: each step has "
-                    "new processes, which count steps from 1. Profile with release=offload"
-                )
     if not generator.run_engines_locally:
         yield (
             f"{shared} and generator.run_engines_locally is false: remote servers cannot share devices with the "

@@ -65,11 +65,6 @@ def critic_problems(config: Config) -> Iterator[str]:
                 "uses no critic. Set advantage_estimator=gae, or remove the path"
             )
         return
-    if trainer.placement.release == "exit" and trainer.algorithm.use_kl_in_reward:
-        yield (
-            "trainer.placement.release is exit and trainer.algorithm.use_kl_in_reward is true: with a critic, logprobs "
-            "and values wait for each other in processes that would end. Set release=offload, or use_kl_loss"
-        )
     if batch % mini:
         yield (
             f"trainer.train_batch_size is {batch}: not a multiple of trainer.critic_mini_batch_size {mini}. Set "

@@ -61,7 +61,6 @@ class Processes:
         await asyncio.gather(*(others.shutdown() for others in self.other_engines))
         await asyncio.gather(*(group.shutdown() for group in self.groups))
         self.placement.remove()
-        await self.sharing.release.close()
 
 
 async def launch(
@@ -93,8 +92,7 @@ async def launch(
         teachers = _teachers(config, placement, teacher_max_model_len, backend, logs)
         processes = await _spawn(config, cluster, placement, settings, teachers, objective, logs)
         await _start(processes, config, objective, num_optimizer_steps, saved)
-        if processes.policy.is_running:
-            await processes.weight_sync.senders.connect()
+        await processes.weight_sync.senders.connect()
         if (
             not config.generator.run_engines_locally
             or config.trainer.policy.model.lora.path is not None

@@ -1,17 +1,15 @@
 """Start-up decisions that depend on whether engines and trainers share devices. Besides the checks of a configuration
-only this module reads `trainer.placement.colocate_all`; trainer/residency.py moves memory between phases.
+only this module reads `trainer.placement`; trainer/residency.py moves memory between phases.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from skyrl_train.cluster.placement import Demand, Placement, Slot
 from skyrl_train.cluster.ranks.model_group import ModelGroup
-from skyrl_train.cluster.ranks.release import Release, build_release
 from skyrl_train.cluster.ranks.worker_group import WorkerGroup
 from skyrl_train.config import Config
 from skyrl_train.engines.settings import Margin
@@ -37,9 +35,11 @@ class OwnDevices:
     """Dedicated devices, or without GPUs memory, for every process."""
 
     is_shared = False
+    takes_turns = False
+    """Whether trainers and engines free their memory for each other."""
 
     def __init__(self, config: Config) -> None:
-        self._config, self.release = config, Release()
+        self._config = config
 
     @property
     def max_engine_restarts(self) -> int:
@@ -72,12 +72,9 @@ class OwnDevices:
 
 
 class SharedDevices(OwnDevices):
-    """Trainers and engines use the policy's devices, one at a time."""
+    """Trainers and engines compute on the policy's devices, one at a time, and all keep their memory."""
 
     is_shared = True
-
-    def __init__(self, config: Config) -> None:
-        self._config, self.release = config, build_release(config.trainer)
 
     @property
     def max_engine_restarts(self) -> int:
@@ -94,34 +91,24 @@ class SharedDevices(OwnDevices):
         return [",".join(devices[rank] for rank in slot.shares) for slot in slots]
 
     async def start(self, engines: EnginePool, trainers: Starts) -> None:
-        """One after the other, and each leaves the devices once loaded, because an engine sizes itself by the memory
-        free at its start. Engines import vLLM during that time.
+        """One after the other, because an engine sizes itself by the memory free at its start. Engines import vLLM
+        while the trainers load.
         """
 
         async def start_trainers() -> None:
             for group, start in trainers:
                 await start()
-                await self.release.leave(group)
+                await self._loaded(group)
 
         await asyncio.gather(engines.prepare(), start_trainers())
         await engines.start()
 
-    async def send_first_weights(self, policy: PolicyGroup, engines: EnginePool, weight_sync: WeightSync) -> None:
-        await engines.sleep()
-        await self.release.enter(policy, WEIGHTS)
-        await engines.wake_weights()
-        await weight_sync.send_once()
-        await self.release.leave(policy, WEIGHTS)
-        await engines.wake_kv_cache()
+    async def _loaded(self, trainer: ModelGroup) -> None:
+        """Called once a trainer has loaded its model."""
 
     def engine_margin(self, scored_tokens: int) -> Margin:
-        """Engines start after the trainers have left the devices for the first time, before the first step."""
-        trainer, margin = self._config.trainer, Margin(scored_tokens=scored_tokens)
-        if trainer.placement.release == "exit":
-            return margin
-        if trainer.placement.release == "none":
-            return replace(margin, share=SHARE_OF_STAYING_TRAINERS)
-        return replace(margin, for_trainers=LEFT_BY_TRAINER * (1 + len(trainer.scoring_models)))
+        """Engines start when the trainers have loaded their models, before the first step."""
+        return Margin(scored_tokens=scored_tokens, share=SHARE_OF_STAYING_TRAINERS)
 
     @property
     def cached_sequences(self) -> int | None:
@@ -137,5 +124,29 @@ class SharedDevices(OwnDevices):
         return min(each, generator.step_sequences) if generator.max_turns == 1 else each
 
 
+class TakingTurns(SharedDevices):
+    """Like `SharedDevices`, but with the memory of one at a time: trainers are offloaded, engines sleep."""
+
+    takes_turns = True
+
+    async def _loaded(self, trainer: ModelGroup) -> None:
+        await trainer.offload()
+
+    async def send_first_weights(self, policy: PolicyGroup, engines: EnginePool, weight_sync: WeightSync) -> None:
+        await engines.sleep()
+        await policy.reload(WEIGHTS)
+        await engines.wake_weights()
+        await weight_sync.send_once()
+        await policy.offload(WEIGHTS)
+        await engines.wake_kv_cache()
+
+    def engine_margin(self, scored_tokens: int) -> Margin:
+        num_trainers = 1 + len(self._config.trainer.scoring_models)
+        return Margin(scored_tokens=scored_tokens, for_trainers=LEFT_BY_TRAINER * num_trainers)
+
+
 def build_sharing(config: Config) -> OwnDevices:
-    return SharedDevices(config) if config.trainer.placement.colocate_all else OwnDevices(config)
+    placement = config.trainer.placement
+    if not placement.colocate_all:
+        return OwnDevices(config)
+    return TakingTurns(config) if placement.takes_turns else SharedDevices(config)

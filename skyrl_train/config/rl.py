@@ -30,7 +30,7 @@ class PlacementConfig(PolicyPlacementConfig):
     """Devices and processes."""
 
     colocate_all: bool
-    release: Annotated[str, OneOf(("offload", "exit", "none"))]
+    release: Annotated[str, OneOf(("offload", "none"))] | None
     state_path: Text
     ref_num_nodes: Count
     ref_num_gpus_per_node: Count
@@ -38,6 +38,11 @@ class PlacementConfig(PolicyPlacementConfig):
     critic_num_gpus_per_node: Count
     teacher_num_nodes: Count
     teacher_num_gpus_per_node: Count
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether processes on the same devices free their memory for each other."""
+        return self.colocate_all and self.release != "none"
 
     @property
     def num_ref_ranks(self) -> int:

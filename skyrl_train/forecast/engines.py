@@ -55,10 +55,28 @@ def engine_memory(
 def teacher_memory(config: Config, model: PretrainedConfig, capacity: float, readings: Readings) -> EngineMemory:
     """An engine that scores with a teacher, on its own devices; hints in its prompts are not counted."""
     longest = config.generator.max_input_length + config.generator.sampling_params.max_generate_length + 1
-    scores = min(longest * model.vocab_size * BYTES_PER_LOGIT, capacity * MAX_SCORE_FRACTION)
-    part = Part("logits of a scored sample", scores, GUESSED)
-    worker = _Worker(teacher_generator(config), model, longest, Margin(scored_tokens=longest), part)
+    scores = scored_sample(longest, model, capacity)
+    worker = _Worker(teacher_generator(config), model, longest, Margin(scored_tokens=longest), scores)
     return _memory(worker, capacity, 0.0, readings)
+
+
+def scored_sample(tokens: int, model: PretrainedConfig, capacity: float) -> Part:
+    """What an engine needs to compute the logprobs of a sample. Args: capacity: bytes of the device."""
+    num_bytes = min(tokens * model.vocab_size * BYTES_PER_LOGIT, capacity * MAX_SCORE_FRACTION)
+    return Part("logits of a scored sample", num_bytes, GUESSED)
+
+
+def cache_bytes(config: Config, model: PretrainedConfig) -> int | None:
+    """Bytes of a worker's KV cache for the samples of a step on shared devices; None if their number is unknown."""
+    sequences, generator = build_sharing(config).cached_sequences, config.generator
+    if sequences is None:
+        return None
+    tp, width = generator.inference_engine_tensor_parallel_size, NUM_BYTES[generator.model_dtype]
+    return (sequences + 1) * _sequence_bytes(generator.longest_conversation, model, tp, width)
+
+
+def _sequence_bytes(longest: int, model: PretrainedConfig, tp: int, width: int) -> int:
+    return -(-longest // BLOCK) * BLOCK * cache_bytes_per_token(model, tp, width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +106,7 @@ class _Worker:
 def _memory(worker: _Worker, capacity: float, left: float, readings: Readings) -> EngineMemory:
     generator, model, tp, width = worker.generator, worker.model, worker.tp, worker.width
     weights = weight_bytes(model, width, generator.quantization) // tp
-    sequence = -(-worker.longest // BLOCK) * BLOCK * cache_bytes_per_token(model, tp, width)
+    sequence = _sequence_bytes(worker.longest, model, tp, width)
     steps = _step_bytes(worker)
     fraction, cache_gb = generator.gpu_memory_utilization, generator.kv_cache_memory_gb
     if fraction is not None:

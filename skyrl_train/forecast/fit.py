@@ -15,7 +15,7 @@ from skyrl_train.config import Config
 from skyrl_train.config.training import RunConfig
 from skyrl_train.device.kinds import DeviceKind
 from skyrl_train.forecast import report
-from skyrl_train.forecast.choices import chosen, chosen_for_evaluation
+from skyrl_train.forecast.choices.chosen import chosen, chosen_for_evaluation
 from skyrl_train.forecast.forecast import Inputs, forecast, workload_of
 from skyrl_train.forecast.proposals import proposals
 from skyrl_train.hf.hub import local_folder

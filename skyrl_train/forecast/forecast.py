@@ -21,14 +21,10 @@ from skyrl_train.forecast.duration import PhaseTime, Training, Workload
 from skyrl_train.forecast.engines import EngineMemory, engine_memory, teacher_memory
 from skyrl_train.forecast.layout import stages
 from skyrl_train.forecast.memory import ModelOfRanks, Pass
-from skyrl_train.forecast.parts import ESTIMATED, GIB, GUESSED, Part, PhaseMemory
+from skyrl_train.forecast.parts import ENGINE, GIB, PhaseMemory
 from skyrl_train.forecast.readings import readings
+from skyrl_train.forecast.sharing import left_at_start, taking_turns, together
 from skyrl_train.hf.matrices import layers, num_parameters
-
-ALL, ENGINE = "all", "engine"
-"""Devices of a phase, beside those of one model."""
-OF_STEPS = ("KV cache", "engine steps", "beyond gpu_memory_utilization")
-"""Parts of an engine that generates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +145,16 @@ def forecast(inputs: Inputs) -> Forecast:
         moments += _host_moment_bytes(own) * per_node if is_critic else 0.0
     shared = config.trainer.placement.colocate_all
     if config.generator.run_engines_locally:
-        left = sum(_left_by(config, phase) for phase in phases) if shared else 0.0
+        left = sum(left_at_start(config, phase) for phase in phases) if shared else 0.0
         engine = engine_memory(config, inputs.model, inputs.capacity, left, constants.memory)
         phases.insert(0, PhaseMemory("generation", ENGINE, engine.parts))
         times.insert(0, _generation_time(inputs, config, engine))
         sent = _sent_parameters(config, inputs.model) * NUM_BYTES[config.generator.model_dtype]
         times.append(duration.sync(sent, layout.pp, constants.sync))
-        if shared:
-            phases = _shared(config, phases, policy, left)
+        if config.trainer.placement.takes_turns:
+            phases = taking_turns(phases, policy, left)
+        elif shared:
+            phases = together(config, phases, inputs.model, inputs.capacity)
     teachers = config.trainer.engine_teachers
     for teacher in teachers:
         if (model := inputs.models.get(teacher.model_path)) is not None:
@@ -164,8 +162,7 @@ def forecast(inputs: Inputs) -> Forecast:
             phases.append(PhaseMemory(teacher.name, ENGINE, served.parts))
             times.append(_served_time(inputs, config, teacher.name, model))
     overlaps = config.trainer.depth > 0 and not shared and config.generator.run_engines_locally
-    is_offloaded = shared and config.trainer.placement.release == "offload"
-    host = moments + (host if is_offloaded else 0.0)
+    host = moments + (host if config.trainer.placement.takes_turns else 0.0)
     uncounted = tuple(each.name for each in teachers if each.model_path not in inputs.models)
     return Forecast(tuple(phases), host, tuple(times), inputs.capacity, layout, overlaps, uncounted)
 
@@ -252,28 +249,6 @@ def _served_time(inputs: Inputs, config: Config, name: str, model: PretrainedCon
     gpus = generator.num_inference_engines * generator.inference_engine_tensor_parallel_size
     device = inputs.device.in_dtype(NUM_BYTES[generator.model_dtype])
     return duration.served(name, model, gpus, inputs.workload, device, constants)
-
-
-def _left_by(config: Config, phase: PhaseMemory) -> float:
-    """Bytes of a trainer on shared devices between its phases."""
-    of_release = {"exit": 0.0, "none": phase.likely, "offload": readings().memory.offloaded_gib * GIB}
-    return of_release[config.trainer.placement.release]
-
-
-def _shared(config: Config, phases: list[PhaseMemory], policy: ModelOfRanks, left: float) -> list[PhaseMemory]:
-    """The phases of processes that share devices, one at a time."""
-    stay = config.trainer.placement.release == "none"
-    trainers = Part("resident trainers" if stay else "offloaded trainers", left, ESTIMATED)
-    asleep = Part("sleeping engine", readings().memory.sleeping_engine_gib * GIB, GUESSED)
-    engine, *rest = phases
-    weights = max((memory.weights(policy, stage) for stage in policy.stages), key=lambda part: part.likely)
-    of_sync = tuple(part for part in engine.parts if part.name not in OF_STEPS)
-    sent = () if stay else (replace(weights, name="weights of the policy"),)
-    found = [PhaseMemory("generation", ALL, (*engine.parts, trainers))]
-    for phase in rest:
-        others = replace(trainers, likely=left - _left_by(config, phase))
-        found.append(PhaseMemory(phase.phase, ALL, (*phase.parts, others, asleep)))
-    return [*found, PhaseMemory("weight sync", ALL, (*of_sync, *sent, trainers))]
 
 
 def with_layout(config: RunConfig, megatron: MegatronConfig) -> RunConfig:

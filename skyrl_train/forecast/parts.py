@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 GIB = 2**30
+ALL, ENGINE = "all", "engine"
+"""Devices of a phase, beside those of one model."""
 EXACT, COUNTED, ESTIMATED, GUESSED = 0.01, 0.1, 0.3, 0.5
 """Relative errors: of counted parameters, counted activations, measured constants, and of what was not measured."""
 

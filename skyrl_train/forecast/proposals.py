@@ -13,8 +13,9 @@ from skyrl_train.checks.training import POLICY, POLICY_RANKS, layout_problems
 from skyrl_train.config import Config
 from skyrl_train.config.policy import OWN_STAGES, MegatronConfig
 from skyrl_train.config.training import PolicyPlacementConfig, RunConfig
-from skyrl_train.forecast.choices import chosen
-from skyrl_train.forecast.forecast import ENGINE, Forecast, Inputs, forecast, with_layout, workload_of
+from skyrl_train.forecast.choices.chosen import chosen
+from skyrl_train.forecast.forecast import Forecast, Inputs, forecast, with_layout, workload_of
+from skyrl_train.forecast.parts import ENGINE
 from skyrl_train.hf.matrices import num_experts
 
 SIZES = (1, 2, 4, 8)

@@ -12,9 +12,9 @@ from skyrl_train.cluster.demands import demands
 from skyrl_train.config import Config
 from skyrl_train.config.training import RunConfig
 from skyrl_train.device.nvml import gib
-from skyrl_train.forecast.choices import Choices
-from skyrl_train.forecast.forecast import ENGINE, Forecast, Inputs
-from skyrl_train.forecast.parts import GIB, PhaseMemory
+from skyrl_train.forecast.choices.choice import Choices
+from skyrl_train.forecast.forecast import Forecast, Inputs
+from skyrl_train.forecast.parts import ENGINE, GIB, PhaseMemory
 from skyrl_train.forecast.proposals import GPUS_PER_NODE, Proposal, gpus_per_node, override_text
 from skyrl_train.hf.matrices import num_parameters
 

@@ -126,14 +126,9 @@ class TrainedModel:
         """Restore offloaded parts. The optimizer may be copied in the background until `update` needs it."""
         return self._memory.reload(*parts)
 
-    def drop(self, *parts: str) -> None:
-        """Free device memory for good, before the process ends."""
-        self._memory.drop(*parts)
-
-    def save_state(self, folder: str) -> Moved:
+    def save_state(self, folder: str) -> None:
         """Write this rank's state, which `load_state` restores in another process of the same layout."""
-        started = time.perf_counter()
-        return Moved(save_state(*self._state_to_save(folder)), time.perf_counter() - started)
+        save_state(*self._state_to_save(folder))
 
     def copy_state(self, folder: str) -> FileSum:
         """Write this rank's state for a checkpoint: once this returns, the file survives a loss of power."""
@@ -145,13 +140,11 @@ class TrainedModel:
         file = state_file(folder, dist.get_rank())
         return file, self.model.modules, self._optimizer, self.ranks, self.num_steps
 
-    def load_state(self, folder: str, num_steps: int) -> Moved:
+    def load_state(self, folder: str, num_steps: int) -> None:
         """Raises: ValueError for the file of another version, rank, layout or model."""
         self._memory.require("load_state", WEIGHTS, OPTIMIZER)
         self._memory.settle()
-        started = time.perf_counter()
         file = state_file(folder, dist.get_rank())
         load_state(file, self.model.modules, self._optimizer, self.ranks, num_steps)
         self.num_steps = num_steps
         self._memory.forget_frozen()
-        return Moved(file.stat().st_size, time.perf_counter() - started)

@@ -18,7 +18,6 @@ from skyrl_train.checks.staleness import double_weight_warning, quantization_war
 from skyrl_train.cluster.gpu_kind import cluster_gpu_kind
 from skyrl_train.cluster.pool.settings import served_model_name
 from skyrl_train.cluster.process import log_to
-from skyrl_train.cluster.ranks.release import remove_states, states_folder
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import Config
 from skyrl_train.config.rl import RL
@@ -29,6 +28,7 @@ from skyrl_train.service.job_reader import JobReader
 from skyrl_train.service.queue import Feed, JobQueue, ServiceBroken
 from skyrl_train.service.runner import JobRunner, SavedVersion, check_health
 from skyrl_train.service.source import JobSource
+from skyrl_train.service.states import remove_states, states_folder
 from skyrl_train.tracking.run_dir import run_dir_for
 from skyrl_train.tracking.sinks import build_tracker
 from skyrl_train.tracking.timers import Timers

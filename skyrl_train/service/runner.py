@@ -11,10 +11,10 @@ from pathlib import Path
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
-from skyrl_train.cluster.ranks.release import STATE_FOLDERS
 from skyrl_train.service.job import HealthCheckJob, Job, SaveJob, SftJob, TrainJob
 from skyrl_train.service.queue import JobFailed, JobQueue, ServiceBroken
 from skyrl_train.service.source import JobSource
+from skyrl_train.service.states import STATE_FOLDERS
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.publisher import Publisher
 from skyrl_train.trainer.residency import Residency

@@ -107,9 +107,9 @@ class Assembly:
         if processes.critic is not None:
             scorers = (*scorers, critic_scorer(processes.critic))
         report = MemoryReport(policy, scorers, engines)
-        if not processes.sharing.is_shared:
+        if not processes.sharing.takes_turns:
             return Residency(sync, scorers, report)
-        return Colocated(policy, scorers, engines, sync, processes.sharing.release, report)
+        return Colocated(policy, scorers, engines, sync, report)
 
     def step(
         self, source: GroupSource, publisher: Publisher, *, hints: Hints | None = None, always_updates: bool = False

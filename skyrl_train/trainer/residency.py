@@ -1,6 +1,7 @@
 """Which of policy, scorers and engines holds device memory in which phase of a step.
 
-`Residency`: each has dedicated devices (or, without GPUs, processes); nothing moves. `Colocated`: they share devices.
+`Residency`: nothing moves, because each has dedicated devices (or, without GPUs, processes), or because all fit on
+those that they share. `Colocated`: they share devices and free them for each other.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from typing import Literal
 
 from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
-from skyrl_train.cluster.ranks.release import Release
 from skyrl_train.cluster.ranks.scorer_group import ScorerGroup
 from skyrl_train.cluster.weight_sync import SyncResult, WeightSync
 from skyrl_train.ranks import OPTIMIZER, WEIGHTS, Moved
@@ -22,7 +22,7 @@ Restart = Callable[[], Awaitable[None]]
 
 
 class Residency:
-    """Dedicated devices: every process keeps its memory for the whole run.
+    """Every process keeps its memory for the whole run.
 
     Called before each phase; returns when the processes of that phase have their memory, after any other phase.
     """
@@ -78,12 +78,11 @@ class Colocated(Residency):
         scorers: Sequence[ScorerGroup],
         engines: EnginePool,
         weight_sync: WeightSync,
-        release: Release,
         report: MemoryReport,
     ) -> None:
         """Trainers are offloaded and the engines awake, as `launch` leaves them."""
         super().__init__(weight_sync, scorers, report)
-        self._policy, self._engines, self._release = policy, engines, release
+        self._policy, self._engines = policy, engines
         self._policy_parts: frozenset[str] = frozenset()
         """Parts of the policy on the devices."""
         self._resident_scorer: ScorerGroup | None = None
@@ -113,7 +112,7 @@ class Colocated(Residency):
         elif self._resident_scorer is None or scorer.model is not self._resident_scorer.model:
             await self._scorer_leaves()
             await self._policy_leaves()
-            self._note("reload", await self._release.enter(scorer.model))
+            self._note("reload", await scorer.model.reload())
             self._resident_scorer = scorer
 
     async def for_training(self) -> None:
@@ -152,7 +151,7 @@ class Colocated(Residency):
         for scorer in self._scorers:
             await _restart(scorer)
             if not scorer.is_policy:
-                self._note("offload", await self._release.leave(scorer.model))
+                self._note("offload", await scorer.model.offload())
         await restart_policy()
         self._policy_parts = frozenset((WEIGHTS, OPTIMIZER))
 
@@ -181,17 +180,17 @@ class Colocated(Residency):
     async def _scorer_leaves(self) -> None:
         if (scorer := self._resident_scorer) is not None:
             await self._report.measure(scorer.name)
-            self._note("offload", await self._release.leave(scorer.model))
+            self._note("offload", await scorer.model.offload())
             self._resident_scorer = None
 
     async def _policy_enters(self, *parts: str) -> None:
         if missing := [part for part in parts if part not in self._policy_parts]:
-            self._note("reload", await self._release.enter(self._policy, *missing))
-            self._policy_parts |= {WEIGHTS, OPTIMIZER} if self._release.restarts else set(missing)
+            self._note("reload", await self._policy.reload(*missing))
+            self._policy_parts |= set(missing)
 
     async def _policy_leaves(self, *parts: str) -> None:
         if leaving := [part for part in parts or (WEIGHTS, OPTIMIZER) if part in self._policy_parts]:
-            self._note("offload", await self._release.leave(self._policy, *leaving))
+            self._note("offload", await self._policy.offload(*leaving))
             self._policy_parts -= set(leaving)
 
     async def _timed(self, name: str, call: Awaitable[None]) -> None:

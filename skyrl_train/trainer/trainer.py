@@ -82,13 +82,13 @@ class Trainer(Loop):
         return True
 
     async def _can_save(self, error: Exception) -> bool:
-        """Whether the models can be saved, although a process may have failed after the step got its groups: not on
-        shared devices, where it may have failed while memory moved, unless it did so in an update.
+        """Whether the models can be saved, although a process may have failed after the step got its groups: not where
+        processes take turns, because it may have failed while memory moved, unless it did so in an update.
         """
         if not self._parts.step.groups or not isinstance(error, RemoteFailed) or isinstance(error, NoStepTaken):
             return True
         models = [model for model in self._models if model.is_running]
-        return not self._config.trainer.placement.colocate_all and all([await model.is_idle() for model in models])
+        return not self._config.trainer.placement.takes_turns and all([await model.is_idle() for model in models])
 
     async def evaluate(self) -> Metrics:
         """Scores of greedy or sampled responses to the held-out prompts."""

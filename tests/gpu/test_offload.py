@@ -153,31 +153,30 @@ COLOCATED = [
 @pytest.mark.alone
 @pytest.mark.gpus(1)
 def test_a_job_shares_one_gpu_in_each_mode_and_every_sync_is_proven(tmp_path: Path):
-    """The last one resumes from a checkpoint of the one before."""
-    world, free_gib = write_world(tmp_path / "world"), {}
+    """The second resumes from a checkpoint of the first, and is what the forecast chooses for a model so small."""
+    world = write_world(tmp_path / "world")
     first = world / "runs/offload/checkpoints/global_step_1"
     checkpoints = {
         "offload": ["trainer.ckpt_interval=1", "trainer.max_ckpts_to_keep=-1"],
-        "exit": ["trainer.resume_mode=from_path", f"trainer.resume_path={first}", "trainer.ckpt_interval=-1"],
+        "null": ["trainer.resume_mode=from_path", f"trainer.resume_path={first}", "trainer.ckpt_interval=-1"],
     }
-    for release in ("none", "offload", "exit"):
+    for release in ("offload", "null"):
         overrides = [f"trainer.run_name={release}", f"trainer.placement.release={release}", "trainer.bf16=true"]
-        code, job = run_to_end(world, *COLOCATED, *overrides, *checkpoints.get(release, []))
+        code, job = run_to_end(world, *COLOCATED, *overrides, *checkpoints[release])
         assert code == 0, job.story()
+        assert (release == "null") is ("release=none, because" in job.output)
         steps = [row for row in job.metrics if "policy/grad_norm" in row]
-        assert [row["trainer/global_step"] for row in steps] == ([2, 3] if release == "exit" else [1, 2, 3])
+        assert [row["trainer/global_step"] for row in steps] == ([2, 3] if release == "null" else [1, 2, 3])
         assert all(row["policy/rollout_train_logprobs_abs_diff_mean"] < 0.05 for row in steps)
+        if release == "null":
+            assert all(
+                row["memory/training/engine_gib"] > 4 and row["memory/training/policy_gib"] > 0.06 for row in steps
+            )
+            assert all("timing/offload" not in row for row in steps)
+            continue
         assert all(row["memory/reference/engine_gib"] < row["memory/rollout/engine_gib"] for row in steps)
         held = [row.get("memory/rollout/policy_gib", 0) for row in steps]
-        if release == "none":
-            assert min(held) > 0.06, "pages of 64 MiB"
-        else:
-            assert max(held) < 0.01, "of an offloaded policy small things stay, of one that ended nothing"
-        # The engine's share of the device is the same in each run, so the rest is what trainers leave of it.
-        free_gib[release] = min(row["memory/rollout/device_free_gib"] for row in steps)
-    print(free_gib)
-    assert free_gib["exit"] > free_gib["offload"] + 0.4, "two processes hold CUDA contexts if they live"
-    assert free_gib["offload"] > free_gib["none"] - 0.05
+        assert max(held) < 0.01, "of an offloaded policy small things stay"
 
 
 @pytest.mark.gpus(2)

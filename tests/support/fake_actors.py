@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from skyrl_train.cluster.pool.replica import EngineReplica
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.cluster.ranks.worker_group import WorkerGroup
 from skyrl_train.engines.protocol import EngineFacts
-from skyrl_train.ranks import ParallelRanks
+from skyrl_train.ranks import Moved, ParallelRanks
 from skyrl_train.types import Generation
 from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.send_report import SendReport
@@ -121,7 +121,10 @@ class FakeRank(Actor):
             send_weights=self._send,
             close=self._close,
             memory={"reserved": 2.0 * GIB, "free": 5.0 * GIB},
+            offload=self._move("leaves"),
+            reload=self._move("enters"),
         )
+        self.moves: list[str] = []
         self.opened: dict[str, dict[str, FakeEngine]] = {}
         """Purpose -> the engines of its sender."""
         self.num_sends = 0
@@ -134,6 +137,13 @@ class FakeRank(Actor):
     @property
     def is_open(self) -> bool:
         return "training" in self.opened
+
+    def _move(self, verb: str) -> Callable[..., Moved]:
+        def move(*parts: str) -> Moved:
+            self.moves.append(" ".join((verb, *parts)))
+            return Moved(0, 0.0)
+
+        return move
 
     def _open(self, purpose: str, engines: dict[str, FakeEngine], *way: Any) -> dict[str, Any]:
         self.opened[purpose] = dict(engines)

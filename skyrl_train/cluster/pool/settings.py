@@ -36,7 +36,7 @@ def all_engine_settings(
             rpc_timeout_s=trainer.timeout_s,
             api_key=None if generator.run_engines_locally else api_key(generator),
             margin=sharing.engine_margin(max_model_len if trainer.verify_sync_every else 0),
-            enable_sleep_mode=sharing.is_shared,
+            enable_sleep_mode=sharing.takes_turns,
             cached_sequences=sharing.cached_sequences,
             lora=lora_arguments(lora) if lora.rank > 0 and lora.sync == "adapter" else None,
             lora_seed=trainer.seed,

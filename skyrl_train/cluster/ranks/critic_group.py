@@ -17,7 +17,6 @@ class CriticGroup(ModelGroup):
     """The trained model that estimates values."""
 
     entry_point = "skyrl_train.megatron.critic:MegatronCritic"
-    state_folder = "critic"
 
     async def values(self, shards: Shards) -> list[Tensor]:
         """Values [T] of each shard, which the ranks keep for the next update."""
@@ -26,7 +25,6 @@ class CriticGroup(ModelGroup):
     async def update(self, shards: Shards, returns: Sequence[Any], epochs: int) -> Metrics:
         """One optimizer step per mini-batch and epoch. Args: returns: a reference to those [T] of each shard."""
         args = zip(self.of_rank(shards.refs), self.of_rank(returns), strict=True)
-        self.has_changed = True
         reports: list[UpdateReport] = await self.group.each("update", [(ref, epochs, own) for ref, own in args])
         self.num_steps += epochs * len(shards.batches[0].mini_batches)
         return next(report.metrics for report in reports if report.metrics)

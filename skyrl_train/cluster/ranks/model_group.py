@@ -1,7 +1,8 @@
-"""The processes of one model: started, ended, and restarted from the state that they saved."""
+"""The processes of one model: started, killed, and restarted from the state that they saved."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,8 +20,6 @@ class ModelGroup:
 
     entry_point: str
     """`module:Class` of each rank's worker."""
-    state_folder = ""
-    """Folder of its files below that of the policy's."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
@@ -33,22 +32,19 @@ class ModelGroup:
         """Number of times the processes were started; each start invalidates the connections of the last."""
         self.num_steps = 0
         """Optimizer steps in the weights."""
-        self.has_changed = False
-        """Whether the state is not what the last `save_state` wrote."""
 
     async def start(self, kwargs: dict[str, Any], saved: SavedState | None = None) -> None:
         if saved is not None:
             # A later checkpoint may remove the folder.
-            self._state_folder, self.num_steps, self.has_changed = saved.folder, saved.num_steps, True
+            self._state_folder, self.num_steps = saved.folder, saved.num_steps
         self._kwargs = kwargs
         await self._build()
 
-    async def _build(self) -> list[Moved]:
+    async def _build(self) -> None:
         self.num_starts += 1
         self.ranks = await self.group.build(self.entry_point, self._kwargs)
-        if self._state_folder is None:
-            return []
-        return await self.group.all("load_state", self._state_folder, self.num_steps)
+        if self._state_folder is not None:
+            await self.group.all("load_state", self._state_folder, self.num_steps)
 
     def reported(self, results: Sequence[Any]) -> list[Any]:
         """The results of those ranks that report, one per data-parallel shard, of the results of all ranks."""
@@ -65,43 +61,44 @@ class ModelGroup:
 
     @property
     def is_running(self) -> bool:
-        """False from `end` to `restart`."""
+        """False from `kill` to `restart`."""
         return bool(self.group.actors)
 
-    async def offload(self, *parts: str) -> list[Moved]:
-        """Free the device memory of every rank. Args: parts: "weights", "optimizer" or both, for a policy."""
-        return await self.group.all("offload", *parts)
+    async def offload(self, *parts: str) -> Moved:
+        """Free the device memory of every rank. Args: parts: "weights", "optimizer" or both, for a policy; none: all.
 
-    async def reload(self, *parts: str) -> list[Moved]:
-        return await self.group.all("reload", *parts)
+        Returns: bytes of all ranks and wall-clock seconds.
+        """
+        return await self._move("offload", parts)
 
-    async def drop(self, *parts: str) -> None:
-        """Like `offload` without a copy, for processes that will end."""
-        await self.group.all("drop", *parts)
+    async def reload(self, *parts: str) -> Moved:
+        """Restore what was offloaded. Args, Returns: like `offload`."""
+        return await self._move("reload", parts)
 
-    async def save_state(self, folder: str) -> list[Moved]:
+    async def _move(self, method: str, parts: Sequence[str]) -> Moved:
+        started = time.perf_counter()
+        moved: list[Moved] = await self.group.all(method, *parts)
+        return Moved(sum(part.num_bytes for part in moved), time.perf_counter() - started)
+
+    async def save_state(self, folder: str) -> None:
         """Write the state that `restart` loads."""
-        moved = await self.group.all("save_state", folder)
-        self._state_folder, self.has_changed = folder, False
-        return moved
+        await self.group.all("save_state", folder)
+        self._state_folder = folder
 
     async def copy_state(self, folder: str) -> list[FileSum]:
         """Write the state durably for a checkpoint, which `restart` does not use. Returns: sum of each rank's file."""
         return await self.group.all("copy_state", folder)
 
-    async def end(self) -> None:
-        """End the processes; return when they and their memory are gone."""
-        assert not self.has_changed, "updates would be lost: save_state first"
-        await self.kill()
-
     async def kill(self) -> None:
-        """Like `end`, for processes that may be dead or hang; updates since the last `save_state` are lost."""
+        """End the processes, which may be dead or hang; return when they and their memory are gone. Updates since the
+        last `save_state` are lost.
+        """
         await self.group.end()
 
-    async def restart(self) -> list[Moved]:
+    async def restart(self) -> None:
         """Start new processes with the saved state."""
         self.group.spawn()
-        return await self._build()
+        await self._build()
 
     async def memory(self) -> list[dict[str, float]]:
         """`device.memory_in_use` of each rank; empty while the processes are ended."""

@@ -85,7 +85,7 @@ class PolicyGroup(ModelGroup):
 
     async def restart_from(self, folder: str | None, policy_version: int, num_steps: int) -> None:
         """Like `restart`, from the state of this version in `folder`, or from the initial model if None."""
-        self._state_folder, self.has_changed = folder, False
+        self._state_folder = folder
         self.versions.current, self.num_steps = policy_version, num_steps
         await self.restart()
 
@@ -131,7 +131,6 @@ class PolicyGroup(ModelGroup):
         args = [(shard, epochs, objective, limit) for shard in self.of_rank(shards.refs)]
         own = [{name: refs[place.dp_rank] for name, refs in signals.items()} for place in self.ranks]
         async with self.weights_lock:
-            had_changed, self.has_changed = self.has_changed, True
             self.num_updates += 1
             try:
                 reports: list[UpdateReport] = await self.group.each("update", args, own)
@@ -142,7 +141,6 @@ class PolicyGroup(ModelGroup):
             difference = reports[0].logprob_difference
             if reports[0].is_refused:
                 assert difference is not None
-                self.has_changed = had_changed
                 self.num_updates -= 1
                 raise UpdateRefused(difference)
             steps = epochs * len(shards.batches[0].mini_batches)

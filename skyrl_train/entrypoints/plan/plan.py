@@ -26,9 +26,10 @@ from skyrl_train.config.rl import PLAN, PlanConfig
 from skyrl_train.device.kinds import DeviceKind, device_kind, device_kinds, this_device
 from skyrl_train.entrypoints.command import guarded
 from skyrl_train.forecast import report
-from skyrl_train.forecast.choices import chosen
+from skyrl_train.forecast.choices.chosen import chosen
 from skyrl_train.forecast.fit import other_models, require_fp8
-from skyrl_train.forecast.forecast import ENGINE, Inputs, forecast, workload_of
+from skyrl_train.forecast.forecast import Inputs, forecast, workload_of
+from skyrl_train.forecast.parts import ENGINE
 from skyrl_train.forecast.proposals import problems, proposals
 from skyrl_train.forecast.shapes import model_config, shapes
 from skyrl_train.hf.download import config_folder

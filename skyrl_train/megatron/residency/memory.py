@@ -25,7 +25,7 @@ PARTS = (WEIGHTS, OPTIMIZER)
 
 
 class Offloaded(RuntimeError):
-    """A part that is needed on the device was offloaded or dropped."""
+    """A part that is needed on the device was offloaded."""
 
 
 class DeviceMemory:
@@ -35,7 +35,6 @@ class DeviceMemory:
         self._modules, self._optimizer = modules, optimizer
         self._host = HostMemory()
         self._offloaded: dict[str, list[StorageBlock]] = {}
-        self._dropped: set[str] = set()
 
     def offload(self, *parts: str) -> Moved:
         """Copy the parts (all of them by default) to the host and free them on the device; done when it returns. Frozen
@@ -70,8 +69,6 @@ class DeviceMemory:
         while the device computes: `settle` before its use.
         """
         started = time.perf_counter()
-        if dropped := self._dropped.intersection(parts or PARTS):
-            raise Offloaded(f"the {' and '.join(sorted(dropped))} of this rank were dropped and cannot be reloaded")
         num_bytes = 0
         for part in PARTS:
             if part in (parts or PARTS) and part in self._offloaded:
@@ -83,17 +80,6 @@ class DeviceMemory:
     def settle(self) -> None:
         """Have later work of the device begin after what is being reloaded. The host does not wait."""
         self._host.settle()
-
-    def drop(self, *parts: str) -> None:
-        """Free the parts (all of them by default) without a copy: this process cannot reload them."""
-        self.settle()
-        for part in parts or PARTS:
-            for block in self._blocks(part) if part not in self._offloaded else ():
-                block.free()
-            self._offloaded[part] = []
-            self._dropped.add(part)
-        free_te_scratch()
-        empty_cache()
 
     def require(self, method: str, *parts: str) -> None:
         """Raises: Offloaded if one of the parts is not on the device."""

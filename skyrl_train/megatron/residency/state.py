@@ -31,14 +31,13 @@ def state_file(folder: str | Path, rank: int) -> Path:
     return Path(folder, f"rank_{rank}.pt")
 
 
-def save_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks, policy_version: int) -> int:
-    """Write the file, which appears when it is complete; returns its size in bytes.
+def save_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks, policy_version: int) -> None:
+    """Write the file, which appears when it is complete.
     Raises: OSError, for example if the disk is full.
     """
     state = _state(modules, optimizer, ranks, policy_version)
     with _unfinished(file) as stream:
         torch.save(state, stream)
-    return file.stat().st_size
 
 
 def save_durable_state(

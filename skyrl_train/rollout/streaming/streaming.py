@@ -86,7 +86,7 @@ class StreamingSource:
         with self._parts.timers("wait_for_groups"):
             self._fill()
             batch = await self._finished_batch()
-        self._trainer_has_devices = self._parts.config.trainer.placement.colocate_all
+        self._trainer_has_devices = self._parts.config.trainer.placement.takes_turns
         self._note_running()
         self._metrics.take(batch, self._buffer, self._metrics.clock() - started_s)
         self._batch = [(finished, self._groups.pop(finished.ticket.number)) for finished in batch]

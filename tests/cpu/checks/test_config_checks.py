@@ -153,13 +153,6 @@ def test_the_base_and_the_quickstart_pass():
                 ([OWN, TYPE + "loss", HINT + "answer"], "distillation_hint is 'answer': write module:attribute"),
                 ([OWN, TYPE + "loss", HINT + "os:getcwd"], r"must be a function of \(group, sample\)"),
                 (
-                    [
-                        *(OWN, TYPE + "loss", HINT + "'{prompt} {answer}'", "trainer.placement.release=exit"),
-                        *("trainer.placement.colocate_all=true", "trainer.algorithm.advantage_estimator=gae"),
-                    ],
-                    "release is exit and the policy's ranks score as a teacher: with a critic, their processes",
-                ),
-                (
                     [TEACHER, TYPE + "loss", "trainer.teacher.megatron_config.context_parallel_size=2"],
                     "trainer.placement.teacher_num_nodes .* is 1 ranks",
                 ),
@@ -315,14 +308,6 @@ def test_the_base_and_the_quickstart_pass():
             r"tensor_parallel_size is 4: .* Remove it and set generator\.inference_engine_tensor_parallel_size",
         ),
         (["generator.engine_init_kwargs.max_num_seqs=4"], r"is 4: .* Remove it and set generator\.max_num_seqs$"),
-        (
-            [
-                "trainer.placement.colocate_all=true",
-                "trainer.placement.release=exit",
-                f"{MEGATRON}.torch_profiler_config.enable=true",
-            ],
-            "torch_profiler_config.enable is true and .*release is exit: .* Profile with release=offload",
-        ),
         (
             ["generator.engine_init_kwargs.logprobs_mode=raw_logprobs"],
             "logprobs_mode is 'raw_logprobs': this argument is managed by skyrl_train. Remove it",
@@ -670,7 +655,6 @@ COLOCATED = ["trainer.placement.colocate_all=true", "trainer.placement.policy_nu
             [*COLOCATED, "generator.num_inference_engines=4", "trainer.placement.ref_num_gpus_per_node=2"],
             "4 policy ranks and 2 reference ranks",
         ),
-        (["trainer.placement.release=exit"], "Set colocate_all=true"),
         (
             [*COLOCATED, ENGINES, TEACHER, TYPE + "loss", "trainer.placement.teacher_num_gpus_per_node=2"],
             "4 policy ranks and 2 teacher ranks: .* Remove trainer.placement.teacher_num_nodes and teacher_num",
@@ -686,7 +670,7 @@ def test_models_that_share_devices_must_fit_on_them(overrides: list[str], expect
 def test_one_engine_over_all_devices_or_one_on_each_may_share_them():
     assert problems(*COLOCATED, "generator.num_inference_engines=4") == ()
     wide = ["generator.inference_engine_tensor_parallel_size=2", "generator.num_inference_engines=2"]
-    assert problems(*COLOCATED, *wide, "trainer.placement.release=exit") == ()
+    assert problems(*COLOCATED, *wide, "trainer.placement.release=none") == ()
     assert (
         problems(*COLOCATED[:1], "trainer.placement.ref_num_gpus_per_node=2", "trainer.algorithm.use_kl_loss=false")
         == ()
@@ -724,13 +708,6 @@ def test_snapshots_without_steps_are_those_of_steps_that_run_out_of_memory():
     assert "steps is empty" in problems(f"{PROFILER}.enable=true", f"{PROFILER}.steps=[]")[0]
 
 
-def test_snapshots_of_processes_that_end_with_each_step_are_refused():
-    shared = [*COLOCATED, "generator.num_inference_engines=4", "trainer.placement.release=exit"]
-    assert problems(*shared) == ()
-    (found,) = problems(*shared, f"{PROFILER}.record_memory=true", *WITHOUT_REFERENCE)
-    assert "torch_profiler_config.record_memory is true and trainer.placement.release is exit" in found
-
-
 GAE = "trainer.algorithm.advantage_estimator=gae"
 
 
@@ -758,14 +735,6 @@ GAE = "trainer.algorithm.advantage_estimator=gae"
             [GAE, "trainer.placement.colocate_all=true", "trainer.placement.critic_num_nodes=2"],
             "trainer.placement.colocate_all is true with 1 policy ranks and 2 critic ranks: the numbers must match. "
             "Remove trainer.placement.critic_num_nodes and critic_num_gpus_per_node from the configuration",
-        ),
-        (
-            [
-                *(GAE, "trainer.placement.colocate_all=true", "trainer.placement.release=exit"),
-                *("trainer.algorithm.use_kl_loss=false", "trainer.algorithm.use_kl_in_reward=true"),
-            ],
-            "trainer.placement.release is exit and trainer.algorithm.use_kl_in_reward is true: with a critic, logprobs "
-            "and values wait for each other in processes that would end. Set release=offload, or use_kl_loss",
         ),
         (
             ["trainer.algorithm.advantage_estimator=tests.support.own_functions:of_entropy"],

@@ -281,13 +281,12 @@ def test_without_the_drivers_answer_the_user_is_asked_for_a_number(
             ["trainer.placement.colocate_all=true", "trainer.algorithm.use_kl_loss=false"],
             Margin(scored_tokens=640, for_trainers=2 * GIB),
         ),
-        (["trainer.placement.colocate_all=true", "trainer.placement.release=exit"], Margin(scored_tokens=640)),
         (
             ["trainer.placement.colocate_all=true", "trainer.placement.release=none"],
             Margin(scored_tokens=640, share=0.5),
         ),
     ],
-    ids=["dedicated", "nothing scored", "policy and reference", "policy", "exit", "none"],
+    ids=["dedicated", "nothing scored", "policy and reference", "policy", "none"],
 )
 def test_the_margin_counts_the_trainers_that_come_back_to_the_devices(overrides: list[str], margin: Margin):
     config = load_config(overrides)

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.config import load_config
 from skyrl_train.config.rl import PLAN
 from skyrl_train.config.sft import load_sft_config
 from skyrl_train.device.kinds import device_kind
-from skyrl_train.forecast.choices import _option, chosen
+from skyrl_train.forecast.choices.chosen import chosen
+from skyrl_train.forecast.choices.trainers import _option
 from skyrl_train.forecast.forecast import Inputs, forecast, workload_of
 from skyrl_train.forecast.parts import GIB
 from skyrl_train.forecast.report import choices_line
@@ -214,3 +216,46 @@ def test_frozen_models_recompute_nothing_and_a_critic_what_its_layers_have():
 def test_an_empty_list_of_modules_leaves_out_the_selective_level():
     found = values(inputs("qwen3-8b", "h100", f"{RANKS}=8", f"{MEGATRON}.recompute_modules=[]"))
     assert found["recompute_granularity"] != "selective"
+
+
+SHARED = "trainer.placement.colocate_all=true"
+STEP = [
+    *(SHARED, "trainer.train_batch_size=64", "trainer.policy_mini_batch_size=64", "trainer.max_prompt_length=128"),
+    *("generator.n_samples_per_prompt=8", "generator.sampling_params.max_generate_length=512"),
+    "trainer.algorithm.use_kl_loss=false",
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "overrides", "release", "cache_gb"),
+    [
+        # A token of the cache takes 28 layers x 4,096 bytes: 35.07 GiB for 513 samples of 640 tokens.
+        ("qwen3-0.6b", [], "none", 35.1),
+        # Weights, gradients and optimizer take 67.4 GiB, activations 30.1, the engine 7.5 and its cache 45.1.
+        ("qwen3-4b", [], "offload", None),
+        ("qwen3-0.6b", ["generator.kv_cache_memory_gb=20"], "none", None),
+        ("qwen3-0.6b", ["generator.kv_cache_memory_gb=60"], "offload", None),
+        ("qwen3-0.6b", ["generator.gpu_memory_utilization=0.2"], "none", None),
+        ("qwen3-0.6b", ["generator.gpu_memory_utilization=0.9"], "offload", None),
+        ("qwen3-0.6b", ["generator.enable_http_endpoint=true"], "offload", None),
+        ("qwen3-0.6b", ["generator.engine_init_kwargs.num_gpu_blocks_override=99999"], "offload", None),
+    ],
+)
+def test_all_stay_on_shared_devices_if_they_fit_for_sure(
+    shape: str, overrides: list[str], release: str, cache_gb: float | None
+):
+    given = inputs(shape, "h200", *STEP, *overrides)
+    found = values(given)
+    assert (found["release"], found.get("kv_cache_memory_gb")) == (release, cache_gb)
+    made = forecast(replace(given, config=chosen(given).config))
+    assert made.fits
+    if release == "none":
+        assert made.fullest.high <= 0.9 * made.capacity and not made.host_bytes
+
+
+def test_what_idle_processes_do_is_open_on_shared_devices_alone():
+    assert "release" not in values(inputs("qwen3-0.6b", "h200", *STEP[1:]))
+    for release in ("none", "offload"):
+        given = inputs("qwen3-4b", "h200", *STEP, f"trainer.placement.release={release}")
+        assert not {"release", "kv_cache_memory_gb"} & values(given).keys()
+    assert load_config([SHARED]).trainer.placement.takes_turns, "without a GPU"

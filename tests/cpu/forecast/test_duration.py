@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_train.config.rl import PLAN
 from skyrl_train.device.kinds import device_kind
-from skyrl_train.forecast.choices import chosen
+from skyrl_train.forecast.choices.chosen import chosen
 from skyrl_train.forecast.forecast import Forecast, Inputs, forecast, workload_of
 from skyrl_train.forecast.shapes import model_config
 

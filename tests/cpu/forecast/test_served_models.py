@@ -17,7 +17,7 @@ from skyrl_train.config import Config
 from skyrl_train.config.rl import PLAN
 from skyrl_train.device.kinds import device_kind
 from skyrl_train.engines.vllm.memory import BYTES_PER_LOGIT
-from skyrl_train.forecast.choices import chosen
+from skyrl_train.forecast.choices.chosen import chosen
 from skyrl_train.forecast.fit import other_models
 from skyrl_train.forecast.forecast import Forecast, Inputs, forecast, workload_of
 from skyrl_train.forecast.parts import GIB

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from skyrl_train.cluster.calls import RemoteFailed
-from skyrl_train.cluster.ranks.release import Release
 from skyrl_train.cluster.ranks.scorer_group import ScorerGroup
 from skyrl_train.cluster.weight_sync import WeightSync
 from skyrl_train.ranks import Moved
@@ -36,7 +36,7 @@ class World:
         sync, report = WeightSync(self.policy, engines, SYNC), MemoryReport(self.policy, (), engines)
         self.engines, self.sync = engines, sync
         await sync.senders.connect()
-        self.residency = Colocated(self.policy, (), engines, sync, Release(), report)
+        self.residency = Colocated(self.policy, (), engines, sync, report)
 
     def fail(self, method: str) -> None:
         def refuse(*args: Any, **kwargs: Any) -> None:
@@ -117,60 +117,36 @@ def test_a_quiet_step_wakes_and_sleeps_once(monkeypatch: pytest.MonkeyPatch):
     in_world(monkeypatch, main)
 
 
-class Noting(Release):
-    """Records which model enters and leaves its devices."""
-
-    def __init__(self) -> None:
-        self.moves: list[str] = []
-
-    async def leave(self, group: Any, *parts: str) -> Moved:
-        self.moves.append(" ".join((getattr(group, "name", "policy"), "leaves", *parts)))
-        return Moved(0, 0.0)
-
-    async def enter(self, group: Any, *parts: str) -> Moved:
-        self.moves.append(" ".join((getattr(group, "name", "policy"), "enters", *parts)))
-        return Moved(0, 0.0)
-
-
 def test_scorers_are_on_the_devices_one_at_a_time_and_the_policy_scores_for_itself(monkeypatch: pytest.MonkeyPatch):
     async def memory() -> list[dict[str, float]]:
         return [{"reserved": 2.0 * GIB, "free": 1.0 * GIB}]
 
-    def scorer(name: str) -> ScorerGroup:
-        model: Any = SimpleNamespace(name=name, memory=memory)
-        return ScorerGroup(name, f"{name}_logprobs", model, "logprobs")
-
     async def main(world: World) -> None:
-        release, scorers = Noting(), [scorer("ref"), scorer("teacher"), ScorerGroup("own", "", world.policy, "")]
+        moves: list[str] = []
+        world.rank.moves = moves
+
+        def scorer(name: str) -> ScorerGroup:
+            async def move(verb: str) -> Moved:
+                moves.append(f"{name} {verb}")
+                return Moved(0, 0.0)
+
+            enters, leaves = partial(move, "enters"), partial(move, "leaves")
+            model: Any = SimpleNamespace(name=name, memory=memory, reload=enters, offload=leaves)
+            return ScorerGroup(name, f"{name}_logprobs", model, "logprobs")
+
+        scorers = [scorer("ref"), scorer("teacher"), ScorerGroup("own", "", world.policy, "")]
         report = MemoryReport(world.policy, scorers, world.engines)
-        residency = Colocated(world.policy, scorers, world.engines, world.sync, release, report)
+        residency = Colocated(world.policy, scorers, world.engines, world.sync, report)
         for each in scorers:
             await residency.for_scoring(each)
             # The model decides: a critic that left between its values and its update would lose them.
             await residency.for_scoring(each if each.is_policy else ScorerGroup(each.name, "", each.model, ""))
         await residency.for_training()
-        assert release.moves == [
+        assert moves == [
             *("ref enters", "ref leaves", "teacher enters", "teacher leaves"),
-            *("policy enters weights", "policy enters optimizer"),
-        ]
+            *("enters weights", "enters optimizer"),
+        ], "the last two are the policy's"
         metrics = residency.metrics()
         assert metrics["memory/teacher/teacher_gib"] == metrics["memory/ref/teacher_gib"] == 2
-
-    in_world(monkeypatch, main)
-
-
-def test_a_new_process_drops_its_optimizer_before_a_sync_also_if_it_has_not_trained(monkeypatch: pytest.MonkeyPatch):
-    async def main(world: World) -> None:
-        release = Noting()
-        release.restarts = True
-        residency = Colocated(
-            world.policy, (), world.engines, world.sync, release, MemoryReport(world.policy, (), world.engines)
-        )
-        await residency.for_training()
-        await residency.sync_weights(())
-        await residency.for_rollout()
-        release.moves.clear()
-        await residency.sync_weights(())
-        assert release.moves == ["policy enters weights", "policy leaves optimizer"]
 
     in_world(monkeypatch, main)

@@ -16,7 +16,7 @@ from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.cluster.weight_sync import WeightSync
-from skyrl_train.ranks import Moved, UpdateReport
+from skyrl_train.ranks import UpdateReport
 from skyrl_train.service.job import HealthCheckJob, SftJob, TrainJob
 from skyrl_train.service.queue import StaleSamples
 from skyrl_train.trainer.performance import MemoryReport
@@ -492,14 +492,7 @@ def test_an_engine_that_lives_and_cannot_sleep_ends_the_run(monkeypatch: pytest.
 
 
 def colocated(world: World) -> Colocated:
-    """The policy stays where it is."""
-    release = SimpleNamespace(enter=stays, leave=stays, restarts=False)
-    report = MemoryReport(world.policy, (), world.engines)
-    return Colocated(world.policy, (), world.engines, world.sync, release, report)  # type: ignore[arg-type]
-
-
-async def stays(*group_and_parts: Any) -> Moved:
-    return Moved(0, 0.0)
+    return Colocated(world.policy, (), world.engines, world.sync, MemoryReport(world.policy, (), world.engines))
 
 
 @pytest.mark.parametrize("phase", ["for_saving", "for_training"])

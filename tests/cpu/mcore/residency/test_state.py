@@ -42,15 +42,9 @@ def _updates(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, bool, int, 
     for _ in range(num_updates):
         policy.keep_old_logprobs(batch)
         policy.update(batch)
-    moved = None
     if folder is not None and saves:
-        moved = policy.save_state(str(folder))
-        policy.drop("optimizer")
-        policy.export(torch.float32)
-        with pytest.raises(RuntimeError, match="optimizer of this rank were dropped"):
-            policy.reload()
-        policy.drop()
-        return {"moved": moved}
+        policy.save_state(str(folder))
+        return {}
     return {"state": everything(policy), "version": policy.num_steps, "random": torch.rand(3)}
 
 
@@ -73,10 +67,9 @@ def test_processes_that_were_replaced_end_at_the_same_bits(
         arguments = (trial, one, bf16, num_updates, folder, saves)
         return run_on_ranks(_updates, arguments, processes, timeout_s=120)
 
-    first = run(1, tmp_path, True)
+    run(1, tmp_path, True)
     replaced, stayed = run(1, tmp_path, False), run(2, None, False)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"rank_{rank}.pt" for rank in range(processes)]
-    assert all(one["moved"].num_bytes > 0 for one in first)
     for mine, theirs in zip(replaced, stayed, strict=True):
         assert mine["version"] == theirs["version"] == 4
         assert mine["state"].keys() == theirs["state"].keys()

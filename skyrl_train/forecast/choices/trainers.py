@@ -1,0 +1,145 @@
+"""Micro-batches and recomputation of the policy, and of models that follow it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from transformers import PretrainedConfig
+
+from skyrl_train.checks.training import POLICY
+from skyrl_train.config import Config
+from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.config.training import RunConfig
+from skyrl_train.device.nvml import gib
+from skyrl_train.forecast.choices.choice import Choice
+from skyrl_train.forecast.forecast import Forecast, Inputs, forecast
+from skyrl_train.forecast.parts import ENGINE, PhaseMemory
+from skyrl_train.hf.matrices import layers
+
+MICRO_BATCHES = (32_768, 16_384, 8_192, 4_096)
+"""Tokens of a micro-batch that are tried, for each context-parallel rank. Twice the largest makes an update of a small
+model 3 % faster (docs/readings/gpu_performance.md), for as much memory again.
+"""
+ENGINE_PHASES = ("generation", "weight sync")
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """One way to train, with its forecast."""
+
+    config: RunConfig
+    made: Forecast
+
+    @property
+    def tokens(self) -> int:
+        return self.config.trainer.micro_batch_tokens
+
+    @property
+    def needed(self) -> float:
+        """Bytes with which all phases of trainers fit for sure."""
+        return max(phase.high for phase in self.made.phases if not _is_of_engines(phase))
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.made.capacity
+
+    @property
+    def seconds(self) -> float:
+        """Estimated time of the update."""
+        return next(time.seconds for time in self.made.times if time.phase == "update")
+
+    def __str__(self) -> str:
+        megatron = self.config.trainer.policy.megatron_config
+        what = ", ".join(megatron.recomputed) or {None: "nothing", "full": "everything"}.get(megatron.recompute)
+        return f"recomputing {what} with {self.tokens:,} tokens"
+
+
+def _is_of_engines(phase: PhaseMemory) -> bool:
+    return phase.device == ENGINE or phase.phase in ENGINE_PHASES
+
+
+def trainer_choice(inputs: Inputs) -> tuple[_Option, Choice]:
+    """The least recomputation that fits for sure; with it the fastest micro-batch, of equally fast ones the largest."""
+    tried, fitting = list[_Option](), list[_Option]()
+    for megatron in _levels(inputs):
+        options = [_option(inputs, megatron, tokens) for tokens in _sizes(inputs, megatron)]
+        tried += options
+        if fitting := [option for option in options if option.fits]:
+            break
+    if fitting:
+        taken = min(fitting, key=lambda option: (option.seconds, -option.tokens))
+        reason = f"{taken} needs {gib(taken.needed)} of {gib(taken.made.capacity)} GiB, errors included"
+        if not tried[0].fits:
+            reason += f", and {tried[0]} {gib(tried[0].needed)}"
+    else:
+        taken = min(tried, key=lambda option: option.needed)
+        reason = f"nothing fits for sure, and {taken} needs the least, {gib(taken.needed)} GiB with all errors"
+    given, trainer = inputs.config.trainer, taken.config.trainer
+    values: dict[str, object] = {}
+    if given.max_tokens_per_microbatch is None:
+        values["trainer.max_tokens_per_microbatch"] = taken.tokens
+    if given.policy.megatron_config.recompute_granularity == "auto":
+        megatron = trainer.policy.megatron_config
+        values[f"{POLICY}.recompute_granularity"] = megatron.recompute
+        if megatron.recomputed:
+            values[f"{POLICY}.recompute_modules"] = list(megatron.recomputed)
+    return taken, Choice(tuple(values.items()), reason)
+
+
+def _levels(inputs: Inputs) -> Iterator[MegatronConfig]:
+    """Less and less memory, in more and more time."""
+    given = inputs.config.trainer.policy.megatron_config
+    if given.recompute_granularity != "auto":
+        yield given
+        return
+    yield replace(given, recompute_granularity=None)
+    modules = given.recompute_modules
+    if modules is None:
+        modules = _cheap_modules(inputs.model, given, is_half=inputs.config.trainer.bf16)
+    if modules:
+        yield replace(given, recompute_granularity="selective", recompute_modules=modules)
+    yield replace(given, recompute_granularity="full")
+
+
+def _cheap_modules(model: PretrainedConfig, megatron: MegatronConfig, *, is_half: bool) -> tuple[str, ...]:
+    """Modules of the model's layers that are recomputed in almost no time, and save memory."""
+    kinds = {layer.is_sparse for layer in layers(model)}
+    has_engine = is_half and importlib.util.find_spec("transformer_engine") is not None
+    is_torch = megatron.transformer_impl == "torch" or not has_engine
+    saves = {"layernorm": True in kinds or is_torch, "mlp_act": False in kinds and is_torch, "moe_act": True in kinds}
+    return tuple(name for name, does in saves.items() if does)
+
+
+def _sizes(inputs: Inputs, megatron: MegatronConfig) -> list[int]:
+    given, longest = inputs.config.trainer.max_tokens_per_microbatch, inputs.workload.sample_tokens
+    if given is not None:
+        return [given]
+    return list(dict.fromkeys(max(size * megatron.context_parallel_size, longest) for size in MICRO_BATCHES))
+
+
+def _option(inputs: Inputs, megatron: MegatronConfig, tokens: int) -> _Option:
+    """A critic whose recomputation is open follows the policy; frozen models have nothing to recompute."""
+    trainer, fields = inputs.config.trainer, {"max_tokens_per_microbatch": tokens}
+    changed: dict[str, object] = {"policy": replace(trainer.policy, megatron_config=megatron)}
+    for name in ("ref", "critic", "teacher") if isinstance(inputs.config, Config) else ():
+        other = getattr(trainer, name)
+        if other.megatron_config.recompute_granularity == "auto":
+            own = replace(other.megatron_config, recompute_granularity=None)
+            if name == "critic" and other.model.path in inputs.models:
+                own = _like_the_policy(inputs, megatron, own, inputs.models[other.model.path])
+            changed[name] = replace(other, megatron_config=own)
+    config = replace(inputs.config, trainer=replace(trainer, **fields, **changed))  # type: ignore[arg-type]
+    return _Option(config, forecast(replace(inputs, config=config)))
+
+
+def _like_the_policy(
+    inputs: Inputs, policy: MegatronConfig, own: MegatronConfig, model: PretrainedConfig
+) -> MegatronConfig:
+    """A critic's configuration with the policy's recomputation, as far as its layers have these modules."""
+    if policy.recompute_granularity != "selective":
+        return replace(own, recompute_granularity=policy.recompute_granularity)
+    has = _cheap_modules(model, own, is_half=inputs.config.trainer.bf16)
+    modules = tuple(name for name in policy.recompute_modules or () if name in has)
+    return replace(own, recompute_granularity="selective" if modules else None, recompute_modules=modules or None)
