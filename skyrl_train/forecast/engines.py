@@ -18,6 +18,7 @@ from skyrl_train.engines.vllm.memory import (
     MAX_CACHE_FRACTION,
     MAX_SCORE_FRACTION,
     ModelSize,
+    cache_width,
     fp8_bytes,
     memory_fraction,
 )
@@ -71,12 +72,12 @@ def cache_bytes(config: Config, model: PretrainedConfig) -> int | None:
     sequences, generator = build_sharing(config).cached_sequences, config.generator
     if sequences is None:
         return None
-    tp, width = generator.inference_engine_tensor_parallel_size, NUM_BYTES[generator.model_dtype]
-    return (sequences + 1) * _sequence_bytes(generator.longest_conversation, model, tp, width)
+    return (sequences + 1) * _sequence_bytes(generator.longest_conversation, model, generator)
 
 
-def _sequence_bytes(longest: int, model: PretrainedConfig, tp: int, width: int) -> int:
-    return -(-longest // BLOCK) * BLOCK * cache_bytes_per_token(model, tp, width)
+def _sequence_bytes(longest: int, model: PretrainedConfig, generator: GeneratorConfig) -> int:
+    tp = generator.inference_engine_tensor_parallel_size
+    return -(-longest // BLOCK) * BLOCK * cache_bytes_per_token(model, tp, cache_width(generator))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class _Worker:
 def _memory(worker: _Worker, capacity: float, left: float, readings: Readings) -> EngineMemory:
     generator, model, tp, width = worker.generator, worker.model, worker.tp, worker.width
     weights = weight_bytes(model, width, generator.quantization) // tp
-    sequence = _sequence_bytes(worker.longest, model, tp, width)
+    sequence = _sequence_bytes(worker.longest, model, generator)
     steps = _step_bytes(worker)
     fraction, cache_gb = generator.gpu_memory_utilization, generator.kv_cache_memory_gb
     if fraction is not None:

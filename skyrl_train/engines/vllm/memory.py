@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.device.nvml import DeviceUse, devices_in_use, gib
 from skyrl_train.engines.settings import NUM_BYTES, ROUTER, EngineSettings, Margin
 from skyrl_train.hf.checkpoint import tensor_shapes
@@ -141,4 +142,10 @@ def max_cache_bytes(settings: EngineSettings, num_sequences: int) -> int | None:
         return None
     longest = settings.generator.engine_init_kwargs.get("max_model_len", settings.max_model_len)
     tokens = -(-longest // BLOCK) * BLOCK
-    return (num_sequences + 1) * tokens * per_token * NUM_BYTES[settings.generator.model_dtype]
+    return (num_sequences + 1) * tokens * per_token * cache_width(settings.generator)
+
+
+def cache_width(generator: GeneratorConfig) -> int:
+    """Bytes of an element of the KV cache."""
+    name = str(generator.engine_init_kwargs.get("kv_cache_dtype", "auto"))
+    return 1 if name.startswith("fp8") else NUM_BYTES.get(name, NUM_BYTES[generator.model_dtype])

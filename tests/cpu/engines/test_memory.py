@@ -213,6 +213,9 @@ def test_a_latent_vector_is_whole_on_each_worker_and_layers_after_the_last_keep_
     save_file({name: torch.zeros(576, 1) for name in names}, tmp_path / "model.safetensors")
     settings = engine_settings(str(tmp_path), "m", "bfloat16", 128, inference_engine_tensor_parallel_size=2)
     assert max_cache_bytes(settings, 9) == 10 * 128 * 3 * 576 * 2
+    for dtype, width in {"fp8": 1, "fp8_e5m2": 1, "bfloat16": 2, "auto": 2}.items():
+        one = settings.changed(engine_init_kwargs={"kv_cache_dtype": dtype})
+        assert max_cache_bytes(one, 9) == 10 * 128 * 3 * 576 * width
 
 
 def test_a_cache_of_unknown_size_is_left_to_vllm(settings: EngineSettings, monkeypatch: pytest.MonkeyPatch):

@@ -233,6 +233,7 @@ STEP = [
         ("qwen3-0.6b", [], "none", 35.1),
         # Weights, gradients and optimizer take 67.4 GiB, activations 30.1, the engine 7.5 and its cache 45.1.
         ("qwen3-4b", [], "offload", None),
+        ("qwen3-0.6b", ["generator.engine_init_kwargs.kv_cache_dtype=fp8"], "none", 17.6),
         ("qwen3-0.6b", ["generator.kv_cache_memory_gb=20"], "none", None),
         ("qwen3-0.6b", ["generator.kv_cache_memory_gb=60"], "offload", None),
         ("qwen3-0.6b", ["generator.gpu_memory_utilization=0.2"], "none", None),
