@@ -115,7 +115,7 @@ async def run_syncs(config: Config, count: int, folder: Path) -> list[dict[str, 
         try:
             found = []
             for _ in range(count):
-                moved = await _make_room(processes) if config.trainer.placement.colocate_all else {}
+                moved = await _make_room(processes) if processes.sharing.takes_turns else {}
                 result = await processes.weight_sync.send_once()
                 if processes.sharing.takes_turns:
                     moved |= await _give_room(processes)

@@ -138,10 +138,10 @@ def kv_cache_problems(config: Config) -> Iterator[str]:
             f"{key} and generator.pause_mode is {generator.pause_mode}: no running response keeps its KV cache then. "
             "Set pause_mode=keep or recompute_kv_cache=true"
         )
-    if config.trainer.placement.colocate_all:
+    if config.trainer.placement.takes_turns:
         yield (
             f"{key} and trainer.placement.colocate_all is true: engines release their KV cache before each update. "
-            "Set recompute_kv_cache=true or colocate_all=false"
+            "Set recompute_kv_cache=true, colocate_all=false, or release=none if all fit on the devices"
         )
     if not generator.run_engines_locally:
         yield (

@@ -1,11 +1,12 @@
-"""Start-up decisions that depend on whether engines and trainers share devices. Besides the checks of a configuration
-only this module reads `trainer.placement`; trainer/residency.py moves memory between phases.
+"""Start-up decisions that depend on whether engines and trainers share devices; trainer/residency.py moves memory
+between phases.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from skyrl_train.cluster.placement import Demand, Placement, Slot
@@ -107,8 +108,13 @@ class SharedDevices(OwnDevices):
         """Called once a trainer has loaded its model."""
 
     def engine_margin(self, scored_tokens: int) -> Margin:
-        """Engines start when the trainers have loaded their models, before the first step."""
-        return Margin(scored_tokens=scored_tokens, share=SHARE_OF_STAYING_TRAINERS)
+        """Engines start when the trainers have loaded their models, before the first step. A KV cache of a given size
+        does not grow into what the trainers will need.
+        """
+        margin = Margin(scored_tokens=scored_tokens)
+        if self._config.generator.kv_cache_memory_gb is not None:
+            return margin
+        return replace(margin, share=SHARE_OF_STAYING_TRAINERS)
 
     @property
     def cached_sequences(self) -> int | None:

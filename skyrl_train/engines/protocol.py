@@ -40,8 +40,8 @@ class Engine(Protocol):
 
     Order of a run: `start`; then per weight sync `begin_weight_update`, one `update_weights` from each sender,
     `finish_weight_update`, `resume`. The first sync, and each after a failure, begins with one `init_weight_sync` per
-    sender. On shared devices a sync comes after `sleep` and `wake_weights`, and before `wake_kv_cache`. Senders call
-    `update_weights` through the engine's actor; the driver calls everything else.
+    sender. Where processes take turns on shared devices a sync comes after `sleep` and `wake_weights`, and before
+    `wake_kv_cache`. Senders call `update_weights` through the engine's actor; the driver calls everything else.
 
     EngineDeadError or a timeout makes the driver replace the engine. Another error of `generate_batch` fails its
     requests; any other error ends the run.

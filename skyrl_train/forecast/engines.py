@@ -46,7 +46,7 @@ def engine_memory(
     engine starts.
     """
     generator, sharing = config.generator, build_sharing(config)
-    longest = generator.longest_conversation
+    longest = _longest(generator)
     margin = sharing.engine_margin(longest if config.trainer.verify_sync_every else 0)
     arriving = Part("arriving weights", 2 * generator.weight_sync_bucket_mb * 2**20, ESTIMATED)
     worker = _Worker(generator, model, longest, margin, arriving, sharing.cached_sequences)
@@ -67,12 +67,16 @@ def scored_sample(tokens: int, model: PretrainedConfig, capacity: float) -> Part
     return Part("logits of a scored sample", num_bytes, GUESSED)
 
 
-def cache_bytes(config: Config, model: PretrainedConfig) -> int | None:
-    """Bytes of a worker's KV cache for the samples of a step on shared devices; None if their number is unknown."""
-    sequences, generator = build_sharing(config).cached_sequences, config.generator
-    if sequences is None:
-        return None
-    return (sequences + 1) * _sequence_bytes(generator.longest_conversation, model, generator)
+def cache_bytes(config: Config, model: PretrainedConfig) -> int:
+    """Bytes of a worker's KV cache for the samples of a step on shared devices, of an engine without clients."""
+    sequences = build_sharing(config).cached_sequences
+    assert sequences is not None
+    return (sequences + 1) * _sequence_bytes(_longest(config.generator), model, config.generator)
+
+
+def _longest(generator: GeneratorConfig) -> int:
+    """Tokens of the longest sequence that an engine takes."""
+    return int(generator.engine_init_kwargs.get("max_model_len", generator.longest_conversation))
 
 
 def _sequence_bytes(longest: int, model: PretrainedConfig, generator: GeneratorConfig) -> int:

@@ -26,16 +26,19 @@ FP8_CAPABILITY = 8.9
 """Compute capability from which GPUs multiply matrices in FP8."""
 
 
-def fitted(config: C, model: PretrainedConfig, kind: DeviceKind, say: Callable[[str], None]) -> C:
+def fitted(
+    config: C, model: PretrainedConfig, kind: DeviceKind, say: Callable[[str], None], *, any_samples: bool = False
+) -> C:
     """The configuration with all open keys chosen.
 
-    Args: model: of the policy; say: gets the choices, memory and limits as a few lines. Raises: ValueError for a run
+    Args: model: of the policy; say: gets the choices, memory and limits as a few lines; any_samples: whether updates
+        may have other numbers of samples than the configuration says. Raises: ValueError for a run
         that needs more memory than the device has, whatever the errors of the estimates, or that needs FP8 without it.
     """
     if isinstance(config, Config):
         require_fp8(config, kind)
     models = {config.trainer.policy.model.path: model} | other_models(config, lambda key, path: local_folder(path))
-    given = Inputs(config, models, kind, workload_of(config))
+    given = Inputs(config, models, kind, workload_of(config), any_samples)
     choices = chosen(given)
     made = forecast(replace(given, config=choices.config))
     if made.impossible:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,9 @@ from skyrl_train.forecast.readings import readings
 from skyrl_train.forecast.sharing import left_at_start, taking_turns, together
 from skyrl_train.hf.matrices import layers, num_parameters
 
+MANY_SAMPLES = 1_000_000
+"""With which every micro-batch is full."""
+
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
@@ -36,6 +40,8 @@ class Inputs:
     """Path of a model in the configuration -> its config.json; not of every teacher on engines."""
     device: DeviceKind
     workload: Workload
+    any_samples: bool = False
+    """Whether the number of samples of an update is not that of the configuration, as in a service."""
 
     @property
     def model(self) -> PretrainedConfig:
@@ -111,7 +117,7 @@ def forecast(inputs: Inputs) -> Forecast:
     trainer = config.trainer
     layout = Layout(trainer.policy.megatron_config, trainer.placement.num_policy_ranks)
     policy = model_of_ranks(inputs, inputs.model, layout, trainer.policy.model.lora)
-    longest = replace(inputs, workload=workload_of(config))  # memory has to be enough for these
+    longest = replace(inputs, workload=_most_samples(inputs))  # memory has to be enough for these
     mini_batch = trainer.policy_mini_batch_size if isinstance(trainer, TrainerConfig) else trainer.train_batch_size
     largest = largest_pass(longest, layout, mini_batch)
     mean = largest_pass(inputs, layout, mini_batch)
@@ -167,6 +173,15 @@ def forecast(inputs: Inputs) -> Forecast:
     return Forecast(tuple(phases), host, tuple(times), inputs.capacity, layout, overlaps, uncounted)
 
 
+def _most_samples(inputs: Inputs) -> Workload:
+    """The workload of the configuration. If it does not say how many samples there are, all micro-batches are full."""
+    workload, config = workload_of(inputs.config), inputs.config
+    has_own_number = isinstance(config, Config) and (
+        config.generator.step_wise_trajectories or config.generator.rollout is not None
+    )
+    return replace(workload, samples=MANY_SAMPLES) if inputs.any_samples or has_own_number else workload
+
+
 def model_of_ranks(
     inputs: Inputs, model: PretrainedConfig, layout: Layout, lora: LoraConfig | None, *, is_critic: bool = False
 ) -> ModelOfRanks:
@@ -177,8 +192,8 @@ def model_of_ranks(
 def largest_pass(inputs: Inputs, layout: Layout, mini_batch_size: int) -> Pass:
     """The micro-batches of a rank's largest mini-batch. Args: mini_batch_size: in prompts, or rows."""
     trainer, longest = inputs.config.trainer, inputs.workload.sample_tokens
-    mini_batches = trainer.train_batch_size // mini_batch_size
-    of_rank = max(longest, inputs.workload.tokens // max(1, mini_batches) // layout.dp)
+    mini_batches = max(1, trainer.train_batch_size // mini_batch_size)
+    of_rank = max(1, math.ceil(inputs.workload.samples / mini_batches / layout.dp)) * longest
     tokens = min(max(trainer.micro_batch_tokens, longest), of_rank)
     filled = max(1, trainer.micro_batch_tokens // longest) * longest  # whole samples
     count = max(-(-of_rank // filled), min(layout.pp, of_rank // longest))

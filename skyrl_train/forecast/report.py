@@ -16,6 +16,7 @@ from skyrl_train.forecast.choices.choice import Choices
 from skyrl_train.forecast.forecast import Forecast, Inputs
 from skyrl_train.forecast.parts import ENGINE, GIB, PhaseMemory
 from skyrl_train.forecast.proposals import GPUS_PER_NODE, Proposal, gpus_per_node, override_text
+from skyrl_train.forecast.sharing import RESIDENT
 from skyrl_train.hf.matrices import num_parameters
 
 SHOWN = 5
@@ -162,6 +163,8 @@ def refusal(made: Forecast, found: Sequence[Proposal]) -> str:
     parts = ", ".join(f"{part.name} {gib(part.likely)}" for part in phase.parts if part.likely > GIB / 10)
     if found:
         remedy = f"This fits: {' '.join(found[0].overrides)}"
+    elif any(part.name == RESIDENT for part in phase.parts):
+        remedy = "Set trainer.placement.release=offload, or null to have it chosen"
     elif phase.device == ENGINE and phase.phase != "generation":
         remedy = (
             "The trainers' layout does not change that. Raise trainer.teacher.inference_engine_tensor_parallel_size"

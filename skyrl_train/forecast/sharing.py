@@ -8,15 +8,20 @@ from dataclasses import replace
 from transformers import PretrainedConfig
 
 from skyrl_train.config import Config
+from skyrl_train.engines.settings import NUM_BYTES
 from skyrl_train.forecast import memory
+from skyrl_train.forecast.adapters import num_sent
 from skyrl_train.forecast.engines import scored_sample
 from skyrl_train.forecast.memory import ModelOfRanks
 from skyrl_train.forecast.parts import ALL, ESTIMATED, GIB, GUESSED, Part, PhaseMemory
 from skyrl_train.forecast.readings import readings
+from skyrl_train.hf.matrices import layers
 
-LOADED = ("weights", "gradients")
-"""Parts of a trainer that has loaded its model."""
-OF_STEPS = ("KV cache", "engine steps", "beyond gpu_memory_utilization")
+LOADED = ("weights", "gradients", "CUDA context and NCCL")
+"""Parts of a trainer that has loaded its model, without the optimizer's copies of it."""
+RESIDENT = "resident trainers"
+UNUSED = "beyond gpu_memory_utilization"
+OF_STEPS = ("KV cache", "engine steps", UNUSED)
 """Parts of an engine that generates."""
 
 
@@ -47,9 +52,13 @@ def together(config: Config, phases: list[PhaseMemory], model: PretrainedConfig,
     engine, *trainers = (
         replace(phase, parts=tuple(replace(part, least=None) for part in phase.parts)) for phase in phases
     )
-    awake = engine.parts
+    generator, lora = config.generator, config.trainer.policy.model.lora
+    awake = [part for part in engine.parts if part.name != UNUSED]
     if config.trainer.verify_sync_every:
-        awake = (*awake, scored_sample(config.generator.longest_conversation, model, capacity))
+        awake.append(scored_sample(generator.longest_conversation, model, capacity))
+    if lora.rank > 0 and lora.sync == "adapter":  # one in use, and one that arrives
+        sent = 2 * num_sent(layers(model), lora) * NUM_BYTES[generator.model_dtype]
+        awake.append(Part("adapters", sent, GUESSED))
     found = [PhaseMemory("generation", ALL, (*awake, _resident(trainers)))]
     for phase in trainers:
         others = [each for each in trainers if each is not phase]
@@ -59,7 +68,7 @@ def together(config: Config, phases: list[PhaseMemory], model: PretrainedConfig,
 
 def _resident(trainers: Sequence[PhaseMemory]) -> Part:
     likely = sum(phase.likely for phase in trainers)
-    return Part("resident trainers", likely, sum(phase.high for phase in trainers) / likely - 1 if likely else 0.0)
+    return Part(RESIDENT, likely, sum(phase.high for phase in trainers) / likely - 1 if likely else 0.0)
 
 
 def _renamed(awake: Sequence[Part]) -> Iterator[Part]:

@@ -120,7 +120,7 @@ class ServiceActor:
                 if doubt is not None:
                     log.warning("%s", doubt)
             if self._cluster.has_gpus and (kind := await cluster_gpu_kind()) is not None:
-                config = self._config = fitted(config, model, kind, log.info)
+                config = self._config = fitted(config, model, kind, log.info, any_samples=True)
             self._reader = JobReader(config, tokenizer, model.vocab_size, model.max_position_embeddings)
             logs = str(self._run_dir.logs)
             self._processes = await launch_training(config, model, self._cluster, UNKNOWN_END, logs)

@@ -67,7 +67,9 @@ class SavedVersion:
 
 @dataclass(slots=True)
 class JobRunner:
-    """Runs jobs; between two of them the engines serve `version.policy_version` and no job's memory is held."""
+    """Runs jobs. Between two of them the engines serve `version.policy_version`, and trainers that share devices in
+    turns are offloaded.
+    """
 
     policy: PolicyGroup
     engines: EnginePool

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from skyrl_train.config import load_config
+from skyrl_train.config.policy import Layout
 from skyrl_train.config.rl import PLAN
 from skyrl_train.config.sft import load_sft_config
 from skyrl_train.device.kinds import device_kind
 from skyrl_train.forecast.choices.chosen import chosen
 from skyrl_train.forecast.choices.trainers import _option
-from skyrl_train.forecast.forecast import Inputs, forecast, workload_of
+from skyrl_train.forecast.forecast import Inputs, forecast, largest_pass, workload_of
 from skyrl_train.forecast.parts import GIB
 from skyrl_train.forecast.report import choices_line
 from skyrl_train.forecast.shapes import model_config
@@ -240,6 +241,28 @@ STEP = [
         ("qwen3-0.6b", ["generator.gpu_memory_utilization=0.9"], "offload", None),
         ("qwen3-0.6b", ["generator.enable_http_endpoint=true"], "offload", None),
         ("qwen3-0.6b", ["generator.engine_init_kwargs.num_gpu_blocks_override=99999"], "offload", None),
+        (
+            "qwen3-0.6b",
+            ["generator.engine_init_kwargs.kv_cache_memory_bytes=120000000000", "generator.gpu_memory_utilization=0.2"],
+            "offload",
+            None,
+        ),
+        ("qwen3-0.6b", ["generator.engine_init_kwargs.speculative_config={method: ngram}"], "offload", None),
+        ("qwen3-0.6b", ["generator.backend=own:Engine"], "offload", None),
+        ("qwen3-0.6b", ["trainer.source=streaming"], "offload", None),
+        ("qwen3-0.6b", ["trainer.source=streaming", "trainer.max_staleness=0"], "none", 35.1),
+        # What vLLM may not take is the trainers'.
+        ("qwen3-0.6b", ["generator.gpu_memory_utilization=0.3", "generator.kv_cache_memory_gb=20"], "none", None),
+        # A sequence alone takes 40,960 x 114,688 bytes, 4.4 GiB, and 5 of them are 21.9.
+        (
+            "qwen3-0.6b",
+            [
+                *("trainer.train_batch_size=1", "trainer.policy_mini_batch_size=1", "generator.n_samples_per_prompt=2"),
+                "generator.engine_init_kwargs.max_model_len=40960",
+            ],
+            "none",
+            21.9,
+        ),
     ],
 )
 def test_all_stay_on_shared_devices_if_they_fit_for_sure(
@@ -252,6 +275,30 @@ def test_all_stay_on_shared_devices_if_they_fit_for_sure(
     assert made.fits
     if release == "none":
         assert made.fullest.high <= 0.9 * made.capacity and not made.host_bytes
+
+
+def test_a_service_counts_full_micro_batches_and_takes_turns():
+    few = ["trainer.train_batch_size=1", "trainer.policy_mini_batch_size=1", "generator.kv_cache_memory_gb=10"]
+    given = inputs("qwen3-4b", "h200", *STEP, *few)
+    # 8 samples of 640 tokens are the largest micro-batch there is.
+    assert values(given)["max_tokens_per_microbatch"] == 32_768
+    found = values(replace(given, any_samples=True))
+    assert (found["max_tokens_per_microbatch"], found["release"]) == (8_192, "offload")
+    for own in (["generator.step_wise_trajectories=true", "generator.max_turns=2"], ["generator.rollout=a:b"]):
+        assert values(inputs("qwen3-4b", "h200", *STEP, *few, *own))["max_tokens_per_microbatch"] == 8_192
+
+
+def test_the_largest_rank_has_the_samples_that_do_not_divide():
+    config = inputs("qwen3-0.6b", "h200", f"{RANKS}=2")
+    odd = replace(config, workload=replace(config.workload, samples=3))
+    longest = odd.workload.sample_tokens
+    layout = Layout(odd.config.trainer.policy.megatron_config, 2)
+    largest = largest_pass(replace(odd, config=_with_tokens(odd.config, 2 * longest)), layout, 1024)
+    assert (largest.tokens, largest.micro_batches) == (2 * longest, 1)
+
+
+def _with_tokens(config: Any, tokens: int) -> Any:
+    return replace(config, trainer=replace(config.trainer, max_tokens_per_microbatch=tokens))
 
 
 def test_what_idle_processes_do_is_open_on_shared_devices_alone():
