@@ -1,4 +1,4 @@
-"""Several runs in one process, which imports once."""
+"""Several runs in one process, which imports once and starts Ray once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.support.jobs import Job, running
 
-# Threads of several Rays (2.60) may abort the interpreter while it ends, after the last run.
+# Ray's threads (2.60) may abort the interpreter while it ends, after the last run.
 MAIN = """\
 import json
 import os
@@ -17,8 +17,10 @@ import sys
 from pathlib import Path
 
 import skyrl_train
+from skyrl_train.cluster.session import start
 
 if __name__ == "__main__":
+    start()
     for name, (experiment, overrides) in json.loads(Path("series.json").read_text()).items():
         named = [*overrides, f"trainer.run_name={name}"]
         skyrl_train.run(skyrl_train.load_config(named, experiment=experiment))
