@@ -17,9 +17,12 @@ import sys
 from pathlib import Path
 
 import skyrl_train
+from skyrl_train.checks import engines
 from skyrl_train.cluster.session import start
 
 if __name__ == "__main__":
+    if {greedy}:
+        engines.ALL_TOKENS.clear()
     start()
     for name, (experiment, overrides) in json.loads(Path("series.json").read_text()).items():
         named = [*overrides, f"trainer.run_name={name}"]
@@ -29,9 +32,13 @@ if __name__ == "__main__":
 """
 
 
-def run_series(world: Path, runs: Mapping[str, tuple[str, Sequence[str]]], timeout_s: float) -> dict[str, Job]:
-    """The job of each run. Args: runs: name -> experiment and overrides, of which a later one replaces an earlier."""
-    (world / "series.py").write_text(MAIN)
+def run_series(
+    world: Path, runs: Mapping[str, tuple[str, Sequence[str]]], timeout_s: float, *, greedy: bool = False
+) -> dict[str, Job]:
+    """The job of each run. Args: runs: name -> experiment and overrides, of which a later one replaces an earlier;
+    greedy: like GREEDY_MAIN.
+    """
+    (world / "series.py").write_text(MAIN.replace("{greedy}", str(greedy)))
     merged = {name: (experiment, _merged(overrides)) for name, (experiment, overrides) in runs.items()}
     (world / "series.json").write_text(json.dumps(merged))
     with running(world, main="series") as job:

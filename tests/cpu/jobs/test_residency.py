@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.support.checkpoints import tensors_of
-from tests.support.jobs import GREEDILY, GREEDY_MAIN, Job, run_to_end, write_world
+from tests.support.jobs import GREEDILY, Job, write_world
+from tests.support.series import run_series
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 # Samples are greedy: other ones depend on which requests meet in a batch of the engine.
@@ -35,16 +36,19 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_world(tmp_path_factory.mktemp("residency") / "world", num_rows=16)
 
 
-def train(world: Path, name: str, *overrides: str) -> Job:
-    settings = [f"trainer.run_name={name}", *OVERRIDES, *overrides]
-    code, job = run_to_end(world, *settings, main=GREEDY_MAIN)
-    assert code == 0, job.story()
-    return job
-
-
 @pytest.fixture(scope="module")
-def dedicated(world: Path) -> Job:
-    return train(world, "dedicated")
+def jobs(world: Path) -> dict[str, Job]:
+    shared = "trainer.placement.colocate_all=true"
+    own = {
+        "dedicated": [],
+        "offload": [shared],
+        "resumed": [
+            *(shared, "trainer.placement.release=none", "trainer.resume_mode=from_path"),
+            f"trainer.resume_path={world}/runs/offload/checkpoints/global_step_1",
+        ],
+    }
+    runs = {name: ("tiny", [*OVERRIDES, *overrides]) for name, overrides in own.items()}
+    return run_series(world, runs, timeout_s=500, greedy=True)
 
 
 def weights(job: Job, step: int) -> dict[str, torch.Tensor]:
@@ -54,30 +58,16 @@ def weights(job: Job, step: int) -> dict[str, torch.Tensor]:
     return policy | {f"critic.{name}": tensor for name, tensor in critic.items()}
 
 
-@pytest.fixture(scope="module")
-def offloaded(world: Path, dedicated: Job) -> Job:
-    """After the other: two jobs at once would keep each other from answering."""
-    return train(world, "offload", "trainer.placement.colocate_all=true")
-
-
 def assert_same_weights(job: Job, other: Job, step: int) -> None:
     mine, theirs = weights(job, step), weights(other, step)
     assert mine.keys() == theirs.keys() and mine
     assert not [name for name in mine if not torch.equal(mine[name], theirs[name])]
 
 
-def test_a_run_that_resumes_from_a_checkpoint_ends_at_the_same_weights(world: Path, dedicated: Job, offloaded: Job):
+def test_a_run_that_resumes_from_a_checkpoint_ends_at_the_same_weights(jobs: dict[str, Job]):
     """Of step 1 of the run that offloads, with models and engine that stay on the device."""
-    folder = offloaded.run_dir / "checkpoints"
+    job, dedicated, folder = jobs["resumed"], jobs["dedicated"], jobs["offload"].run_dir / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["global_step_1", "global_step_2"]
-    job = train(
-        world,
-        "resumed",
-        "trainer.resume_mode=from_path",
-        f"trainer.resume_path={folder}/global_step_1",
-        "trainer.placement.colocate_all=true",
-        "trainer.placement.release=none",
-    )
     assert f"resumes after step 1, from {folder.resolve()}/global_step_1" in job.output
     assert [row["trainer/global_step"] for row in job.metrics] == [2]
     assert_same_weights(job, dedicated, 2)
@@ -92,8 +82,8 @@ def test_a_run_that_resumes_from_a_checkpoint_ends_at_the_same_weights(world: Pa
     assert not {"timing/offload", "timing/reload", "timing/engine_sleep", "timing/engine_wake"} & mine.keys()
 
 
-def test_taking_turns_ends_at_the_same_weights(world: Path, dedicated: Job, offloaded: Job):
-    job = offloaded
+def test_taking_turns_ends_at_the_same_weights(world: Path, jobs: dict[str, Job]):
+    job, dedicated = jobs["offload"], jobs["dedicated"]
     for step in (1, 2):
         assert_same_weights(job, dedicated, step)
     before, exported = tensors_of(world / "model"), tensors_of(job.run_dir / "exports/global_step_2")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.jobs import DEADLY, WITHOUT_VLLM, Job, run_to_end, running, write_world
+from tests.support.series import run_series
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STREAMING, KEPT = "trainer.source=streaming", "generator.recompute_kv_cache=false"
@@ -39,12 +40,9 @@ def test_at_staleness_0_metrics_and_weights_are_those_of_the_synchronous_run(wor
     that do not recompute KV caches make no difference, if no later request finds an old one."""
     shared = ["trainer.epochs=2", "trainer.max_training_steps=6", "trainer.hf_save_interval=3"]
     shared.append("trainer.ckpt_interval=-1")
-    jobs = []
-    for name, own in (("synchronous", []), ("streamed", [STREAMING, "trainer.max_staleness=0", KEPT])):
-        code, job = run_to_end(world, f"trainer.run_name={name}", *shared, *own)
-        assert code == 0, job.story()
-        jobs.append(job)
-    synchronous, streamed = jobs
+    own = {"synchronous": [], "streamed": [STREAMING, "trainer.max_staleness=0", KEPT]}
+    runs = {name: ("tiny", [*shared, *overrides]) for name, overrides in own.items()}
+    synchronous, streamed = run_series(world, runs, timeout_s=400).values()
     assert numbers(synchronous) == numbers(streamed) and len(numbers(streamed)) == 6
     assert exported(synchronous) == exported(streamed) and len(exported(streamed)) == 2
     assert all(row["async/staleness_max"] == 0 for row in streamed.metrics)
