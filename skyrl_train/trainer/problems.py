@@ -160,5 +160,5 @@ async def require_idle(models: Iterable[ModelGroup], error: Exception, timeout_s
     """Raises: the error, unless all ranks respond within the timeout; those that did not fail may still write."""
     if isinstance(error, RemoteFailed):
         for model in models:
-            if model.is_running and not await model.is_idle(timeout_s):
+            if not await model.is_idle(timeout_s):
                 raise error

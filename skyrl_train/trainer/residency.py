@@ -203,7 +203,7 @@ class Colocated(Residency):
 
 
 async def _restart(scorer: ScorerGroup) -> None:
-    """Replace the running processes of a scorer that has its own."""
-    if not scorer.is_policy and scorer.model.is_running:
+    """Replace the processes of a scorer that has its own, also if an earlier restart failed."""
+    if not scorer.is_policy:
         await scorer.model.kill()
         await scorer.model.restart()

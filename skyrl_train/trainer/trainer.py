@@ -87,8 +87,8 @@ class Trainer(Loop):
         """
         if not self._parts.step.groups or not isinstance(error, RemoteFailed) or isinstance(error, NoStepTaken):
             return True
-        models = [model for model in self._models if model.is_running]
-        return not self._config.trainer.placement.takes_turns and all([await model.is_idle() for model in models])
+        takes_turns = self._config.trainer.placement.takes_turns
+        return not takes_turns and all([await model.is_idle() for model in self._models])
 
     async def evaluate(self) -> Metrics:
         """Scores of greedy or sampled responses to the held-out prompts."""

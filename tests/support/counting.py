@@ -38,8 +38,6 @@ def steps(trainer: TrainingConfig) -> list[int]:
 class Policy:
     """Counts the steps that were done with it, and writes a file."""
 
-    is_running = True
-
     def __init__(self) -> None:
         self.num_steps = 0
         self.error: Exception | None = None

@@ -59,11 +59,6 @@ class ModelGroup:
         """The element of each rank's data-parallel shard."""
         return [per_shard[place.dp_rank] for place in self.ranks]
 
-    @property
-    def is_running(self) -> bool:
-        """False from `kill` to `restart`."""
-        return bool(self.group.actors)
-
     async def offload(self, *parts: str) -> Moved:
         """Free the device memory of every rank. Args: parts: "weights", "optimizer" or both, for a policy; none: all.
 
@@ -101,8 +96,8 @@ class ModelGroup:
         await self._build()
 
     async def memory(self) -> list[dict[str, float]]:
-        """`device.memory_in_use` of each rank; empty while the processes are ended."""
-        return await self.group.all("memory") if self.is_running else []
+        """`device.memory_in_use` of each rank; empty from `kill` to `restart`."""
+        return await self.group.all("memory") if self.group.actors else []
 
     async def is_idle(self, timeout_s: float = IDLE_S) -> bool:
         """Whether every rank answers in time: none is dead, computes, or waits in a collective for one that failed."""
