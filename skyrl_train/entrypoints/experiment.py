@@ -218,7 +218,7 @@ class Experiment(Run[Config, Processes]):
             wake_engines=assembly.residency.for_rollout,
         )
         source, evaluation = self.get_source(source_parts), self.get_evaluation(self._watched(collector), samples)
-        # Updates on devices that engines leave freeze an evaluation beside them for longer than a deadline allows.
+        # Engines that sleep during updates freeze an evaluation beside them for longer than a deadline allows.
         unwatched = self.get_evaluation(collector, samples)
         is_frozen = config.trainer.placement.takes_turns
         beside = EvaluationBeside(unwatched if is_frozen else evaluation, source_parts.policy_version)

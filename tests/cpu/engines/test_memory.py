@@ -288,8 +288,12 @@ def test_without_the_drivers_answer_the_user_is_asked_for_a_number(
             ["trainer.placement.colocate_all=true", "trainer.placement.release=none"],
             Margin(scored_tokens=640, share=0.5),
         ),
+        (
+            ["trainer.placement.colocate_all=true", "trainer.placement.release=none", "generator.kv_cache_memory_gb=4"],
+            Margin(scored_tokens=640),
+        ),
     ],
-    ids=["dedicated", "nothing scored", "policy and reference", "policy", "none"],
+    ids=["dedicated", "nothing scored", "policy and reference", "policy", "none", "none, a given cache"],
 )
 def test_the_margin_counts_the_trainers_that_come_back_to_the_devices(overrides: list[str], margin: Margin):
     config = load_config(overrides)

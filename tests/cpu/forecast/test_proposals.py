@@ -202,6 +202,23 @@ def test_what_idle_trainers_leave_on_shared_devices_depends_on_their_release():
     assert phases["none"]["update"].likely > phases["offload"]["update"].likely + 15.3 * GIB
 
 
+def test_a_run_that_keeps_everything_and_cannot_fit_is_told_to_offload():
+    keeps = ["trainer.placement.colocate_all=true", "trainer.placement.release=none", "generator.kv_cache_memory_gb=60"]
+    made = forecast(inputs("qwen3-4b", "h200", *keeps))
+    assert made.impossible and "Set trainer.placement.release=offload" in refusal(made, [])
+
+
+def test_adapters_that_an_engine_holds_are_counted_beside_trainers():
+    adapter = ["trainer.policy.model.lora.rank=64", "generator.kv_cache_memory_gb=4"]
+    keeps = ["trainer.placement.colocate_all=true", "trainer.placement.release=none", *adapter]
+    parts = {}
+    for sync in ("merged", "adapter"):
+        made = forecast(inputs("qwen3-8b", "h200", *keeps, f"trainer.policy.model.lora.sync={sync}"))
+        parts[sync] = {part.name: part.likely for part in made.phases[0].parts}
+    # 36 layers of rank 64 on q, k, v, o (4,096; 1,024), gate, up and down (12,288): 174.6 million elements, twice.
+    assert "adapters" not in parts["merged"] and parts["adapter"]["adapters"] == 2 * 2 * 174_587_904
+
+
 def test_an_engine_fits_into_the_share_of_the_device_that_it_is_given():
     share, shared = "generator.gpu_memory_utilization", "trainer.placement.colocate_all=true"
     for fraction, least, surely in (

@@ -15,7 +15,7 @@ from skyrl_train.cluster.ranks.scorer_group import ScorerGroup
 from skyrl_train.cluster.weight_sync import WeightSync
 from skyrl_train.ranks import Moved
 from skyrl_train.trainer.performance import MemoryReport
-from skyrl_train.trainer.residency import Colocated
+from skyrl_train.trainer.residency import Colocated, Residency
 from tests.support.fake_actors import GIB, SYNC, FakeEngine, FakeRank, engine_pool, policy_group
 
 MOVES = ("sleep", "wake_weights", "begin_weight_update", "resume", "wake_kv_cache", "policy starts")
@@ -101,6 +101,30 @@ def test_an_engine_with_half_an_update_gets_a_whole_one_before_it_answers(monkey
         world.repair()
         await world.residency.for_rollout()
         assert world.story.count("resume") == 1 and world.rank.num_sends == 1
+
+    in_world(monkeypatch, main)
+
+
+def test_a_scorer_starts_again_also_if_its_last_start_failed(monkeypatch: pytest.MonkeyPatch):
+    async def main(world: World) -> None:
+        calls: list[str] = []
+
+        async def kill() -> None:
+            calls.append("kill")
+
+        async def restart() -> None:
+            calls.append("restart")
+            if len(calls) == 2:
+                raise RemoteFailed("no process")
+
+        model: Any = SimpleNamespace(kill=kill, restart=restart)
+        scorers = [ScorerGroup("ref", "ref_logprobs", model, "logprobs")]
+        report = MemoryReport(world.policy, (), world.engines)
+        world.residency = Residency(world.sync, scorers, report)  # type: ignore[assignment]
+        with pytest.raises(RemoteFailed):
+            await world.start_again()
+        await world.start_again()
+        assert calls == ["kill", "restart"] * 2 and world.story == ["policy starts"]
 
     in_world(monkeypatch, main)
 
