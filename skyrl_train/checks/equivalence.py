@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 PROGRAM = """
 import sys
 sys.modules["transformer_engine"] = sys.modules["apex"] = None  # Megatron would call them, which need a GPU
-from skyrl_train.imports import quick_imports
-with quick_imports(without=("wandb",)):  # Megatron would import it
+from skyrl_train.imports import megatron_imports
+with megatron_imports():
     from skyrl_train.megatron.verify.model_check import main
 sys.exit(main(sys.argv[1:]))
 """

@@ -5,16 +5,25 @@ from __future__ import annotations
 import dataclasses
 import gc
 import importlib
+import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from skyrl_train.checks.engines import ENGINE_ARGUMENTS
 from skyrl_train.checks.training import TRANSFORMER_CONFIG
-from skyrl_train.imports import declared_fields, imported, quick_imports, require_unedited, require_working_torchvision
+from skyrl_train.imports import (
+    declared_fields,
+    imported,
+    megatron_imports,
+    quick_imports,
+    require_unedited,
+    require_working_torchvision,
+)
 
 
 @pytest.fixture
@@ -91,6 +100,48 @@ def test_libraries_that_are_not_wanted_cannot_be_imported_for_a_while(library: s
             importlib.import_module(library)
         importlib.import_module("json")  # was there before
     assert importlib.import_module(library)
+
+
+COMPILED = """
+import torch
+@torch.compile
+def plain(x): return x + 1
+@torch.compile(dynamic=True)
+def with_options(x): return x + 2
+"""
+
+
+def test_functions_are_compiled_at_their_first_call_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "fused_functions.py").write_text(COMPILED)
+    monkeypatch.syspath_prepend(tmp_path)
+    decorated: list[tuple[str, dict[str, bool]]] = []
+
+    def compile_now(function: Callable[[int], int], **options: bool) -> Callable[[int], int]:
+        decorated.append((function.__name__, options))
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_now)
+    try:
+        with megatron_imports():
+            module = importlib.import_module("fused_functions")
+    finally:
+        sys.modules.pop("fused_functions", None)
+    assert torch.compile is compile_now and not decorated
+    assert [module.plain(1), module.plain(2), module.with_options(1), module.with_options(2)] == [2, 3, 3, 4]
+    assert decorated == [("plain", {}), ("with_options", {"dynamic": True})]
+    assert module.plain.__name__ == "plain"
+
+
+@pytest.mark.slow
+def test_a_rank_imports_megatron_without_inductor():
+    program = """
+import sys
+from skyrl_train.imports import megatron_imports
+with megatron_imports():
+    import skyrl_train.megatron.policy
+sys.exit("torch._inductor.lowering" in sys.modules or "wandb" in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_a_torchvision_for_another_torch_is_one_error_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

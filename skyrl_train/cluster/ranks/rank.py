@@ -18,7 +18,7 @@ from skyrl_train.algorithms.tables import import_modules
 from skyrl_train.cluster.process import host
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.device.memory import memory_in_use
-from skyrl_train.imports import quick_imports
+from skyrl_train.imports import megatron_imports
 from skyrl_train.ranks import LOOPBACK, Rendezvous, free_port
 from skyrl_train.weight_sync.channels.table import open_sender, transport
 from skyrl_train.weight_sync.control import ControlMessage, WeightSyncError
@@ -58,7 +58,7 @@ class Rank:
         import torch
 
         torch.set_num_threads(1)
-        with quick_imports(without=("wandb",)):  # Megatron would import it; no rank logs to it
+        with megatron_imports():
             worker = resolve_name(entry_point)
         self._worker = worker(rendezvous, **kwargs)
         return self._worker.ranks
