@@ -62,14 +62,16 @@ def require_export_folder(trainer: TrainingConfig, num_steps: int) -> None:
 
 
 def identities(trainer: TrainingConfig, model_folder: str) -> dict[str, Any]:
-    """Identity of the policy's model, for checkpoints; under `reference` that of a reference, with its path.
-    Raises: OSError or ValueError if a folder cannot be read.
+    """Identity of the policy's model, for checkpoints; under `frozen` those of a reference and of teachers on ranks, by
+    the key of their path, with that path. Raises: OSError or ValueError if a folder cannot be read.
     """
     has_frozen = has_frozen_weights(trainer.policy.model.lora, trainer.policy.megatron_config)
     found = identity(model_folder, has_frozen_weights=has_frozen)
-    if (reference := _reference(trainer)) is not None:
-        own = identity(local_folder(reference.model_path), has_frozen_weights=True)
-        found["reference"] = own | {"path": seen_from_anywhere(reference.model_path)}
+    found["frozen"] = {
+        model.path_key: identity(local_folder(model.model_path), has_frozen_weights=True)
+        | {"path": seen_from_anywhere(model.model_path)}
+        for model in _frozen(trainer)
+    }
     return found
 
 
@@ -103,7 +105,7 @@ def chosen_checkpoint(trainer: TrainingConfig, num_rows: int, model_folder: str 
                 f"cannot resume from checkpoint {chosen.folder}: its run began with another model. "
                 f"{MODEL} {trainer.policy.model.path} {difference}. {REMEDY}"
             )
-        _require_reference(chosen, trainer)
+        _require_frozen(chosen, trainer)
         if not isinstance(trainer, TrainerConfig) or trainer.source in SOURCES:
             state = chosen.state.source
             OrderState.read(state.get("order", state)).require(num_rows, trainer.seed)
@@ -139,24 +141,23 @@ def _require_settings(chosen: Checkpoint, trainer: TrainingConfig) -> None:
         )
 
 
-def _reference(trainer: TrainingConfig) -> ScoringModel | None:
-    """The reference, if it is another model than the policy's without adapters."""
-    models = trainer.frozen_models if isinstance(trainer, TrainerConfig) else ()
-    return next((model for model in models if model.signal == "ref_logprobs"), None)
+def _frozen(trainer: TrainingConfig) -> tuple[ScoringModel, ...]:
+    """Models other than the policy whose logprobs are in the loss."""
+    return trainer.frozen_models if isinstance(trainer, TrainerConfig) else ()
 
 
-def _require_reference(chosen: Checkpoint, trainer: TrainingConfig) -> None:
-    """By default its path is that of the policy, which may change where all weights are trained."""
-    kept, reference = chosen.state.model.get("reference"), _reference(trainer)
-    if kept is None or reference is None:
-        return
-    if difference := change(kept, local_folder(reference.model_path)):
-        raise ValueError(
-            f"cannot resume from checkpoint {chosen.folder}: the reference of its run was {kept['path']}, and "
-            f"{reference.path_key} {reference.model_path} {difference}. The KL divergence would be from another model. "
-            f"Set {reference.path_key} to the model of the run, or start a new run from a Hugging Face export "
-            "(trainer.hf_save_interval)"
-        )
+def _require_frozen(chosen: Checkpoint, trainer: TrainingConfig) -> None:
+    """By default a reference has the policy's path, which may change where all weights are trained."""
+    older = {"trainer.ref.model.path": chosen.state.model.get("reference")}
+    kept = chosen.state.model.get("frozen", older)
+    for model in _frozen(trainer):
+        own, key, kind = kept.get(model.path_key), model.path_key, "teacher" if model.is_teacher else model.name
+        if own is not None and (difference := change(own, local_folder(model.model_path))):
+            raise ValueError(
+                f"cannot resume from checkpoint {chosen.folder}: the {kind} of its run was {own['path']}, and "
+                f"{key} {model.model_path} {difference}. The objective would change. Set {key} to "
+                "the model of the run, or start a new run from a Hugging Face export (trainer.hf_save_interval)"
+            )
 
 
 def _run_dir(trainer: TrainingConfig) -> Path:

@@ -53,7 +53,7 @@ class Loop(ABC):
         self.run_id = ""
         """Identifier in the run folder's run.json, stored in checkpoints."""
         self.base: dict[str, Any] = {}
-        """Identity of the model on which the run began, and of a reference (hf/identity.py), stored in checkpoints."""
+        """Identity of the model on which the run began, and of frozen ones (hf/identity.py), stored in checkpoints."""
         self._pending = False
         """Whether an export or evaluation of the last step was skipped."""
         self._resumed: RunState | None = None

@@ -51,7 +51,7 @@ class RunState:
     settings: dict[str, Any]
     run_id: str
     model: dict[str, Any]
-    """Settings from which ranks build the model (`model_of`); identities of it and of a reference (hf/identity.py)."""
+    """Settings from which ranks build the model (`model_of`); identities of it and of frozen ones (hf/identity.py)."""
     critic_steps: int | None = None
     """Optimizer steps in the weights of the critic; None without one."""
     coefficients: dict[str, float] = field(default_factory=dict)

@@ -531,22 +531,44 @@ def test_a_checkpoint_is_refused_with_another_reference_than_that_of_its_run(key
     assert chosen_checkpoint(with_kl(tmp_path, policy, f"{key}={moved}"), NUM_ROWS) is not None
     changed = with_kl(tmp_path, policy, f"{key}={other}")
     expected = (
-        f"the reference of its run was {source}, and trainer.ref.model.path {other} has other weights. The KL "
-        "divergence would be from another model. Set trainer.ref.model.path to the model of the run, or start"
+        f"the reference of its run was {source}, and trainer.ref.model.path {other} has other weights. The "
+        "objective would change. Set trainer.ref.model.path to the model of the run, or start"
     )
     with pytest.raises(ValueError, match=expected):
         chosen_checkpoint(changed, NUM_ROWS)
     without = with_kl(tmp_path, policy, f"{key}={other}", "trainer.algorithm.use_kl_loss=false")
     assert chosen_checkpoint(without, NUM_ROWS) is not None, "no reference is needed"
+    base = identities(run, str(source))
+    save(run, 5, model=base | {"reference": base.pop("frozen")["trainer.ref.model.path"]})
+    with pytest.raises(ValueError, match=expected):  # an older checkpoint
+        chosen_checkpoint(changed, NUM_ROWS)
     save(run, 6)
     assert chosen_checkpoint(changed, NUM_ROWS) is not None, "a checkpoint that is older than the entry"
+
+
+def test_a_checkpoint_is_refused_with_another_teacher_than_that_of_its_run(tmp_path: Path):
+    source, other = write_family("qwen3", tmp_path / "model"), write_family("qwen3", tmp_path / "other", vocab_size=80)
+    own = [f"trainer.run_dir={tmp_path}/run", "trainer.seed=3", "trainer.resume_mode=latest"]
+    own += [f"trainer.policy.model.path={source}", "trainer.algorithm.distillation.distillation_type=loss"]
+
+    def trainer_with(*teachers: str) -> TrainingConfig:
+        return load_config([*own, *(f"trainer.teacher.model.{each}" for each in teachers)]).trainer
+
+    run = trainer_with(f"path={source}", f"path_of_data_source.math={other}")
+    save(run, 4, model=identities(run, str(source)))
+    assert chosen_checkpoint(run, NUM_ROWS) is not None
+    more = trainer_with(f"path={source}", f"path_of_data_source.math={other}", f"path_of_data_source.code={other}")
+    assert chosen_checkpoint(more, NUM_ROWS) is not None, "a source that the run did not have"
+    for changed in (trainer_with(f"path={other}"), trainer_with(f"path_of_data_source.math={source}")):
+        with pytest.raises(ValueError, match="the teacher of its run was .* has another config.json .vocab_size is"):
+            chosen_checkpoint(changed, NUM_ROWS)
 
 
 def test_the_reference_of_adapters_is_the_policys_model(tmp_path: Path):
     source = write_family("qwen3", tmp_path / "model")
     policy = f"trainer.policy.model.path={source}"
     adapters = identities(with_kl(tmp_path, policy, "trainer.policy.model.lora.rank=4"), str(source))
-    assert adapters.keys() == {"config", "fingerprint"} and adapters["fingerprint"] is not None
+    assert adapters["frozen"] == {} and adapters["fingerprint"] is not None
 
 
 def test_the_export_of_a_step_is_noted_in_its_checkpoint(tmp_path: Path):
