@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -12,17 +14,20 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from skyrl_train.data.text import ANCHORS, TextLimit, TooLong, check_text, encode_after, shortened
-from skyrl_train.data.tool_calls import check_tool_calls, rendered
+from skyrl_train.data.tool_calls import check_tool_calls, rendered, tools_text
 from skyrl_train.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGES = "a list of chat messages"
 PROMPT = f"text or {MESSAGES}"
 """Values of a prompt, for errors."""
 _CACHED_RENDERINGS = 4096
+_CACHED_TOOLS = 64
 
 
 def check_messages(messages: object, allowed: str = MESSAGES) -> list[Message]:
@@ -76,10 +81,26 @@ class ChatTemplate:
         self._kwargs = dict(kwargs)
         self._cached_prompt = lru_cache(_CACHED_RENDERINGS)(self._render_prompt)
         self._cached_reply = lru_cache(_CACHED_RENDERINGS)(self._render_reply)
+        self._cached_with_tools = lru_cache(_CACHED_TOOLS)(self._with_tools)
 
     def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
         """The template with these variables where it has none of the same name."""
         return ChatTemplate(self.tokenizer, {**variables, **self._kwargs}, self._limit)
+
+    def for_row(self, row: Mapping[str, Any]) -> ChatTemplate:
+        """The template that lists the row's `tools`, if it has any, in place of its own. Raises: like `tools_text`."""
+        tools = tools_text(row.get("tools"))
+        return self._cached_with_tools(tools) if tools else self
+
+    def warn_if_tools_are_left_out(self, messages: Sequence[Message]) -> None:
+        """Args: messages: of a row with `tools`, whose template this is."""
+        without = ChatTemplate(self.tokenizer, {**self._kwargs, "tools": None})
+        with suppress(ValueError):  # `without` may be rejected
+            if self.render(messages, False) == without.render(messages, False):
+                log.warning(
+                    "the chat template leaves out the rows' `tools`, so the model does not see them. Put a "
+                    "chat_template.jinja that renders them into the model folder, or set data.columns.tools=null"
+                )
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """[L] token ids of the prompt, with the generation header. Raises: ValueError if the template rejects it."""
@@ -166,6 +187,9 @@ class ChatTemplate:
         if self._limit is not None:
             self._limit.check(text)
         return text
+
+    def _with_tools(self, tools: str) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer, {**self._kwargs, "tools": json.loads(tools)}, self._limit)
 
     def _render_prompt(self, key: str) -> tuple[int, ...]:
         return self.encode(self.render(json.loads(key)))

@@ -62,7 +62,8 @@ class Hints:
 
     def _prompt(self, group: Group, sample: Sample) -> TeacherPrompt:
         prompt = group.prompt
-        own = torch.tensor(self._chat.prompt_ids(prompt.messages), dtype=torch.int64)
+        chat = self._chat.for_row(prompt.extras)
+        own = torch.tensor(chat.prompt_ids(prompt.messages), dtype=torch.int64)
         length = len(own)
         if not torch.equal(sample.token_ids[:length], own) or bool(sample.loss_mask[:length].any()):
             raise ValueError(
@@ -74,7 +75,7 @@ class Hints:
         if messages is None:
             return TeacherPrompt(length, own)
         try:
-            token_ids = self._chat.prompt_ids(check_messages(messages))
+            token_ids = chat.prompt_ids(check_messages(messages))
         except ValueError as error:
             raise ValueError(f"{KEY}: {prompt.name} with its hint: {error}") from error
         return TeacherPrompt(length, torch.tensor(token_ids, dtype=torch.int64))
@@ -90,9 +91,10 @@ def check_template(
     """
     filled = [hinted_messages(template, prompt) for prompt in prompts]
     # The one with the most characters stands for all: rendering takes most of the time.
-    sizes = [sum(_num_characters(message) for message in messages) for messages in filled]
+    tools = [len(str(prompt.extras.get("tools") or "")) for prompt in prompts]
+    sizes = [sum(map(_num_characters, messages)) + own for messages, own in zip(filled, tools, strict=True)]
     longest = max(range(len(sizes)), key=sizes.__getitem__)
-    length = len(chat.prompt_ids(filled[longest]))
+    length = len(chat.for_row(prompts[longest].extras).prompt_ids(filled[longest]))
     if length + (max_response or 1) > max_tokens:
         response = "" if max_response is None else f" and a response of up to {max_response} tokens"
         raise ValueError(

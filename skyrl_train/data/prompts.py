@@ -102,7 +102,7 @@ def _lengths(prompts: Sequence[Prompt], chat: ChatTemplate, limit: TextLimit) ->
 
     Raises: ValueError naming source and row if the template rejects a prompt or renders it to no token.
     """
-    lengths = [0] * len(prompts)
+    lengths, has_tools = [0] * len(prompts), False
     together: dict[int, str] = {}
 
     def tokenise() -> None:
@@ -114,13 +114,17 @@ def _lengths(prompts: Sequence[Prompt], chat: ChatTemplate, limit: TextLimit) ->
 
     for index, prompt in enumerate(prompts):
         try:
-            text = chat.render(prompt.messages)
+            own = chat.for_row(prompt.extras)
+            text = own.render(prompt.messages)
             limit.check(text)
         except TooLong as error:
             lengths[index] = error.num_tokens
             continue
         except ValueError as error:
             raise ValueError(f"{prompt.location}: {error}") from error
+        if own is not chat and not has_tools:
+            has_tools = True
+            own.warn_if_tools_are_left_out(prompt.messages)
         if len(together) == TOKENISED_TOGETHER or sum(map(len, together.values())) + len(text) > MIN_CHARACTERS:
             tokenise()
         together[index] = text

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -19,18 +16,14 @@ from skyrl_train.data.conversation import Conversations
 from skyrl_train.data.mapping import RowMapping
 from skyrl_train.data.rows import columns, read_rows, without_empty_fields
 from skyrl_train.data.text import TextLimit, TooLong, check_text, encode_after
-from skyrl_train.data.tool_calls import tools_text
 from skyrl_train.types import Example, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
-
 IGNORED = -100
 """Label of a token that is not trained, as in transformers."""
 FORMATS = "`messages`, or `prompt` and `response`, or `input_ids` with `labels` or `loss_mask`"
-_CACHED_TOOLS = 64
 Tokens = tuple[list[int], list[bool]]
 """[L] token ids, and which of them are trained."""
 
@@ -118,7 +111,6 @@ class ExampleReader:
         self._tokenizer, self._turns, self._kwargs = tokenizer, turns, chat_template_kwargs
         self._mapping = mapping
         self._limit = TextLimit.of(tokenizer, max_tokens)
-        self._chat = lru_cache(_CACHED_TOOLS)(self._build_chat)
         self._has_rendered_tools = False
 
     def tokens(self, row: dict[str, Any], is_cut: bool = False) -> Tokens:
@@ -139,26 +131,15 @@ class ExampleReader:
             messages: list[Message] = check_messages(given, PROMPT if column == "prompt" else MESSAGES)
         except ValueError as error:
             raise ValueError(f"invalid `{column}`: {error}") from error
-        chat = self._chat(tools := tools_text(row.get("tools")))
-        if tools and not self._has_rendered_tools:
+        chat = self._chat.for_row(row)
+        if chat is not self._chat and not self._has_rendered_tools:
             self._has_rendered_tools = True
-            self._warn_if_ignored(chat, messages)
+            chat.warn_if_tools_are_left_out(messages)
         return Conversations(chat, self._tokenizer.eos_token_id, turns).tokens(messages, is_cut)
 
-    def _build_chat(self, tools: str) -> ChatTemplate:
-        """Args: tools: JSON text of the row's tools, in place of those of `chat_template_kwargs`; empty for none."""
-        variables = {**self._kwargs, "tools": json.loads(tools)} if tools else self._kwargs
-        return ChatTemplate(self._tokenizer, variables, self._limit)
-
-    def _warn_if_ignored(self, chat: ChatTemplate, messages: list[Message]) -> None:
-        """Args: chat: with tools."""
-        without = ChatTemplate(self._tokenizer, {**self._kwargs, "tools": None})
-        with suppress(ValueError):  # `without` may be rejected
-            if chat.render(messages, False) == without.render(messages, False):
-                log.warning(
-                    "the chat template leaves out the rows' `tools`, so the model is trained without them. Put a "
-                    "chat_template.jinja that renders them into the model folder, or set data.columns.tools=null"
-                )
+    @cached_property
+    def _chat(self) -> ChatTemplate:
+        return ChatTemplate(self._tokenizer, self._kwargs, self._limit)
 
     def _prompt_and_response(self, row: Mapping[str, Any], prompt: Any, response: Any) -> Tokens:
         """Only the response is trained. A prompt of messages uses the chat template; a text is used as is, with the

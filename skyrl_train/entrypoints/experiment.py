@@ -81,8 +81,8 @@ class Experiment(Run[Config, Processes]):
         generator = self.config.generator
         if generator.max_turns > 1 and self._has_default_rollout:
             chat = ChatTemplate(self.tokenizer, generator.chat_template_kwargs)
-            prompts = self.train_prompts or self.val_prompts
-            check_conversations(self.config, chat, self.model_folder, prompts[0].messages)
+            first = (self.train_prompts or self.val_prompts)[0]
+            check_conversations(self.config, chat.for_row(first.extras), self.model_folder, first.messages)
 
     def check_models(self) -> None:
         """Raises: ValueError for a reference, critic or teacher that cannot score the policy's tokens."""

@@ -118,7 +118,7 @@ class Collector:
         self, prompt: Prompt, sampling_params: SamplingParams, progress: Progress, admission: Admission
     ) -> list[Result]:
         for attempt in range(1, admission.num_attempts + 1):
-            engines = self.engines.for_a_rollout()
+            engines = self.engines.for_a_rollout(prompt)
             try:
                 samples = self._samples(prompt, await self._rollout(prompt, sampling_params, engines))
                 if engines.error is not None:  # own code cannot continue without its engines

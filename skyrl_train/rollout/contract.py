@@ -98,9 +98,10 @@ class Engines:
         assert self._config is not None, "built without a configuration"
         return self._config
 
-    def for_a_rollout(self) -> Engines:
-        """A new object for one rollout."""
+    def for_a_rollout(self, prompt: Prompt) -> Engines:
+        """A new object for one rollout, whose chat template lists the tools of the prompt's row."""
         engines = copy.copy(self)
+        engines.chat = self.chat.for_row(prompt.extras)
         engines._num_requests, engines.error = 0, None
         return engines
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from skyrl_train.data.chat import ChatTemplate
 from skyrl_train.rollout.contract import Engines
 from skyrl_train.rollout.trace import Trace
 from skyrl_train.types import Generation, Prompt, Sample
+from tests.support.tiny import tiny_tokenizer
+
+CHAT = ChatTemplate(tiny_tokenizer(), {})
 
 
 class Quiet:
@@ -25,7 +29,7 @@ class Quiet:
 
 
 def engines_of(generate: Any, max_input_length: int = 8) -> Engines:
-    return Engines(generate, None, None, max_input_length=max_input_length, max_turns=1)  # type: ignore[arg-type]
+    return Engines(generate, None, CHAT, max_input_length=max_input_length, max_turns=1)  # type: ignore[arg-type]
 
 
 def prompt(uid: str) -> Prompt:

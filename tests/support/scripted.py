@@ -85,7 +85,7 @@ class Playing:
         return made
 
     async def samples(self, prompt: Prompt, params: SamplingParams) -> list[Sample]:
-        made = await self._rollout(prompt, params, self._engines.for_a_rollout())
+        made = await self._rollout(prompt, params, self._engines.for_a_rollout(prompt))
         assert isinstance(made, list)
         return made
 

@@ -42,7 +42,7 @@ class Call:
 
     def session(self, name: str) -> tuple[Engines, SamplingParams]:
         """Engines and parameters of a session, whose seeds depend on its name and the number of its requests."""
-        return self._sessions.setdefault(name, self.engines.for_a_rollout()), seeded(self.params, name)
+        return self._sessions.setdefault(name, self.engines.for_a_rollout(self.prompt)), seeded(self.params, name)
 
     @property
     def error(self) -> Exception | None:

@@ -1,5 +1,6 @@
 """Tool calls of messages are in the text that the chat template renders, or refused."""
 
+import asyncio
 import json
 import logging
 
@@ -7,9 +8,14 @@ import datasets
 import pytest
 
 from skyrl_train.data.chat import ChatTemplate, check_messages
+from skyrl_train.data.hints import Hints, check_template, hint_of_template
+from skyrl_train.data.prompts import load_prompts
 from skyrl_train.data.rows import read_rows
 from skyrl_train.data.sft import ExampleReader
+from skyrl_train.types import Generation, Group, Prompt
 from tests.support.realistic import realistic_tokenizer
+from tests.support.samples import sample
+from tests.support.scripted import PARAMS, Script, sampler
 
 FUNCTION = "call.function.name + ':' + call.function.arguments"
 BY_NONE = (  # DeepSeek-V3's
@@ -125,6 +131,53 @@ def test_a_template_without_tools_is_named_once(caplog):
         reader.tokens({"messages": TURNS, "tools": WEATHER})
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and "leaves out the rows' `tools`" in record.message
+
+
+@pytest.mark.parametrize(("given", "listed"), [(WEATHER, WEATHER), (json.dumps(CLOCK), CLOCK), (None, WEATHER)])
+def test_rollouts_and_the_limit_of_prompts_list_the_tools_of_each_row_as_transformers_does(given, listed, tmp_path):
+    tokenizer = tokenizer_with(LISTS_TOOLS)
+    expected = tokenizer.apply_chat_template([QUESTION], tools=listed, add_generation_prompt=True, return_dict=False)
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": [QUESTION], "tools": given, "reward_spec": {"ground_truth": "7"}}))
+    options = {
+        "tokenizer": tokenizer, "default_env_class": "addition", "chat_template_kwargs": {"tools": WEATHER},
+    }  # fmt: skip
+    (row,) = load_prompts([str(file)], max_prompt_length=len(expected), **options).prompts
+    assert row.extras["tools"] == given
+    with pytest.raises(ValueError, match=f"the shortest prompt has {len(expected)}"):
+        load_prompts([str(file)], max_prompt_length=len(expected) - 1, **options)
+    script = Script(tokenizer, "7")
+    with sampler(tokenizer, script, chat_template_kwargs={"tools": WEATHER}) as playing:
+        asyncio.run(playing.sample(row, PARAMS))
+    assert script.inputs[0] == expected
+
+
+def test_a_hint_is_in_a_prompt_with_the_tools_of_its_row():
+    tokenizer = tokenizer_with(LISTS_TOOLS)
+    row = Prompt("0", [QUESTION], "env", {"tools": CLOCK, "answer": "rain"}, "unknown")
+    chat, template = ChatTemplate(tokenizer, {}), "{prompt} ({answer})"
+
+    def ids(content):
+        messages = [{**QUESTION, "content": content}]
+        return tokenizer.apply_chat_template(messages, tools=CLOCK, add_generation_prompt=True, return_dict=False)
+
+    answered = sample(ids("Say weather."), Generation([11], [-1.0], "", "stop", 0), 1.0)
+    (hinted,) = Hints(hint_of_template(template), chat).prompts([Group(row, (answered,))])
+    assert hinted.token_ids.tolist() == ids("Say weather. (rain)")
+    length = check_template(template, [row], chat, max_tokens=1000, max_response=None)
+    assert length == len(hinted.token_ids)
+
+
+def test_a_template_without_tools_is_named_once_also_for_prompts(caplog, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text((json.dumps({"prompt": [QUESTION], "tools": WEATHER}) + "\n") * 2)
+    options = {"tokenizer": realistic_tokenizer("chatml"), "default_env_class": "addition"}
+    load_prompts([str(file)], max_prompt_length=4096, chat_template_kwargs={}, **options)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and "leaves out the rows' `tools`" in record.message
+    file.write_text(json.dumps({"prompt": [QUESTION], "tools": ["weather"]}))
+    with pytest.raises(ValueError, match="rows.jsonl.*`tools` must be a list of .*data.columns.tools=null"):
+        load_prompts([str(file)], max_prompt_length=4096, chat_template_kwargs={}, **options)
 
 
 @pytest.mark.parametrize("tools", [["weather"], "weather", {"name": "weather"}, 3, '["weather"]'])

@@ -76,7 +76,8 @@ def test_the_subclass_of_an_experiment_changes_the_samples_of_the_default_rollou
         monkeypatch.setattr(skyrl_train.Experiment, "get_rollout", lambda self, env_pool: s._rollout)
         rollout = experiment.get_rollout(None)
         monkeypatch.syspath_prepend(str(ROOT / "examples/custom"))
-        (played,) = asyncio.run(rollout(prompt("own_environment:Digits"), PARAMS, s._engines.for_a_rollout()))
+        row = prompt("own_environment:Digits")
+        (played,) = asyncio.run(rollout(row, PARAMS, s._engines.for_a_rollout(row)))
     assert played.reward == pytest.approx(0.5 - 0.01 * int(played.loss_mask.sum()))
 
 

@@ -24,7 +24,7 @@ from skyrl_train.rollout.trace import Trace
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.from_config import max_lengths
 from skyrl_train.types import Generation, Group, Prompt, Sample, SamplingParams
-from tests.support.rollouts import Quiet, prompt
+from tests.support.rollouts import CHAT, Quiet, prompt
 
 CONFIG = [
     "trainer.source=streaming",
@@ -105,7 +105,7 @@ def staleness_in_the_loss(groups: list[Group], version: int, config: Any) -> dic
 def test_each_token_has_the_staleness_that_the_engine_saw_in_the_loss_and_in_the_log(aborts: bool):
     async def main() -> None:
         config, engine = load_config(CONFIG), Stamping(aborts=aborts)
-        engines = Engines(engine, engine, None, max_input_length=99, max_turns=2)  # type: ignore[arg-type]
+        engines = Engines(engine, engine, CHAT, max_input_length=99, max_turns=2)  # type: ignore[arg-type]
         source = StreamingSource(
             SourceParts(
                 config=config,
