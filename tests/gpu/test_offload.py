@@ -158,11 +158,11 @@ def test_a_job_shares_one_gpu_in_each_mode_and_every_sync_is_proven(tmp_path: Pa
     first = world / "runs/offload/checkpoints/global_step_1"
     checkpoints = {
         "offload": ["trainer.ckpt_interval=1", "trainer.max_ckpts_to_keep=-1"],
-        "null": ["trainer.resume_mode=from_path", f"trainer.resume_path={first}", "trainer.ckpt_interval=-1"],
+        "chosen": ["trainer.resume_mode=from_path", f"trainer.resume_path={first}", "trainer.ckpt_interval=-1"],
     }
-    for release in ("offload", "null"):
-        overrides = [f"trainer.run_name={release}", f"trainer.placement.release={release}", "trainer.bf16=true"]
-        code, job = run_to_end(world, *COLOCATED, *overrides, *checkpoints[release])
+    for name, release in (("offload", "offload"), ("chosen", "null")):
+        overrides = [f"trainer.run_name={name}", f"trainer.placement.release={release}", "trainer.bf16=true"]
+        code, job = run_to_end(world, *COLOCATED, *overrides, *checkpoints[name])
         assert code == 0, job.story()
         assert (release == "null") is ("release=none, because" in job.output)
         steps = [row for row in job.metrics if "policy/grad_norm" in row]
