@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ class SyncResult:
     seconds: float
     """From pausing the engines to their resuming."""
     begin_s: float
-    """Seconds of pausing and opening the update."""
+    """Seconds of pausing and opening the update, in which senders may already fill buckets."""
     finish_s: float
     """Seconds of comparing digests, closing the update and resuming."""
     reports: tuple[SendReport, ...]
@@ -59,6 +60,7 @@ class WeightSync:
         self._policy, self._engines = policy, engines
         self.check: Check | None = None
         self.senders = Senders(policy, engines, settings, purpose)
+        self._waits_for_requests = settings.pause_mode == "wait"
         self._num_syncs = 0
         self._check_is_due = False
         engines.restore = self.restore
@@ -137,29 +139,39 @@ class WeightSync:
         """Send the current weights to the engines that are up and have them served as the current version.
 
         Reconnects if an engine or rank was replaced since the last sync, or that sync failed.
-        Raises: RemoteFailed; the engines then stay paused, and none of them waits for a sender.
+        Raises: RemoteFailed; no engine waits for a sender then, and those that failed are paused.
         """
         version = self._policy.versions.give()
+        # Engines that failed may still expect the last update, and those that finish requests take as long as these.
+        at_once = self.senders.are_connected and not self._waits_for_requests
         try:
             if not self.senders.are_connected:
                 await self.senders.connect()
-            return await self._send(version)
+            return await self._send(version, at_once=at_once)
         except BaseException:
             await self.senders.disconnect()
             raise
 
-    async def _send(self, policy_version: int) -> SyncResult:
+    async def _send(self, policy_version: int, *, at_once: bool) -> SyncResult:
+        """Args: at_once: have the senders fill their first buckets while the engines pause."""
         engines, started = self._engines, time.perf_counter()
-        await engines.begin_weight_update()
-        begun = time.perf_counter()
-        reports = await self.senders.send()
+        beginning = asyncio.ensure_future(self._begin())
+        await (asyncio.sleep(0) if at_once else beginning)  # the engines are asked first
+        try:
+            reports = await self.senders.send()
+        finally:
+            begun = await beginning  # whose error is the cause of the senders'
         digests: dict[str, int] = {}
         for report in reports:
             digests |= report.digests
         assert len(digests) == sum(len(report.digests) for report in reports), "two stages sent the same tensor"
         sent = time.perf_counter()
         await engines.finish_weight_update(policy_version, digests)
-        await engines.resume()
         ended = time.perf_counter()
         num_bytes = sum(report.num_bytes for report in reports)
         return SyncResult(num_bytes, ended - started, begun - started, ended - sent, tuple(reports))
+
+    async def _begin(self) -> float:
+        """Returns: the time when all engines had begun."""
+        await self._engines.begin_weight_update()
+        return time.perf_counter()

@@ -77,7 +77,7 @@ class FakeEngine(Actor):
         super().__init__(
             memory=[{"reserved": GIB, "free": 3.0 * GIB}],
             start=StartedEngine(EngineFacts(1), "node", ()),
-            finish_weight_update=self._finish,
+            finish_and_resume=self._finish,
             prompt_logprobs=lambda prompts: [[0.0] * len(prompt) for prompt in prompts],
             **answers,
         )

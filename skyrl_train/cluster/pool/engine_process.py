@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from skyrl_train.engines.protocol import EngineFacts, engine_kind
 from skyrl_train.engines.settings import EngineSettings
 from skyrl_train.hf.download import download
 from skyrl_train.hf.hub import local_folder
+from skyrl_train.weight_sync.control import ControlMessage, WeightSyncError
 
 GONE_S = 10.0
 """Seconds for killed processes to disappear."""
@@ -38,11 +40,17 @@ class StartedEngine:
 
 
 class EngineProcess:
-    """Builds an engine of any kind in `start`, and forwards other calls to it."""
+    """Builds an engine of any kind in `start`, and forwards other calls to it.
+
+    Senders may call `update_weights` before `begin_weight_update` has ended: they fill their first buckets meanwhile.
+    """
 
     def __init__(self, log_path: str) -> None:
         self._log = Path(log_path)
         self._engine: Any = None
+        self._has_begun = asyncio.Event()
+        self._refusal: Exception | None = None
+        """Why the last update could not begin."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -76,6 +84,28 @@ class EngineProcess:
         this = psutil.Process()
         pids = tuple((process.pid, process.create_time()) for process in (this, *this.children(recursive=True)))
         return StartedEngine(facts, ray.get_runtime_context().get_node_id(), pids)
+
+    async def begin_weight_update(self) -> None:
+        self._refusal = None
+        try:
+            await self._engine.begin_weight_update()
+        except Exception as error:
+            self._refusal = error
+            raise
+        finally:
+            self._has_begun.set()
+
+    async def update_weights(self, message: ControlMessage) -> None:
+        await self._has_begun.wait()
+        if self._refusal is not None:
+            raise WeightSyncError(f"the weight update could not begin: {self._refusal}") from self._refusal
+        await self._engine.update_weights(message)
+
+    async def finish_and_resume(self, policy_version: int, sent_digests: dict[str, int]) -> None:
+        """`finish_weight_update` and `resume` of the engine, in one call."""
+        self._has_begun.clear()
+        await self._engine.finish_weight_update(policy_version, sent_digests)
+        await self._engine.resume()
 
 
 def _on_this_node(settings: EngineSettings) -> EngineSettings:

@@ -62,7 +62,7 @@ class EnginePool:
         self.generate: Generate = self.router.generate
         """A request to an engine that dies is sent to another; it waits while none is up."""
         self.restore: Callable[[], Awaitable[None]] | None = None
-        """Called when a request finds no engine: `admit_replacements`, a weight update, `resume`."""
+        """Called when a request finds no engine: `admit_replacements`, then a weight update."""
         self._rescue_task: asyncio.Task[None] | None = None
         self._updated: list[EngineReplica] | None = None
         """Engines of the last weight update; others are up and wait for the next one. None before the first."""
@@ -213,13 +213,19 @@ class EnginePool:
         await self._all("begin a weight update", "begin_weight_update", timeout_s=timeout_s)
 
     async def finish_weight_update(self, policy_version: int, digests: dict[str, int]) -> None:
-        """Raises: RemoteFailed if a tensor that an engine received differs from the one sent."""
+        """Have each engine generate with what it received, and route requests to all: to none that was admitted since
+        and holds the checkpoint's weights. Raises: RemoteFailed if a received tensor differs from the one sent.
+        """
         what = "finish a weight update"
-        await self._all(what, "finish_weight_update", policy_version, digests, timeout_s=self._sync_timeout_s)
+        await self._all(what, "finish_and_resume", policy_version, digests, timeout_s=self._sync_timeout_s)
+        self._route()
 
     async def resume(self) -> None:
-        """Route requests to the engines that were updated: one admitted since holds the checkpoint's weights."""
+        """Generate with the weights that the engines have."""
         await self._all("resume", "resume", timeout_s=self._sync_timeout_s)
+        self._route()
+
+    def _route(self) -> None:
         for replica in self.updated:
             replica.count_sync()
             self.router.add(replica.index)

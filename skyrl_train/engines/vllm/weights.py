@@ -50,14 +50,14 @@ class Weights:
         """Check what was received, and make vLLM use it under its version; the caller sets `are_complete`.
         Raises: WeightSyncError, also if a cached prefix of the old weights remains.
         """
-        workers = await self._core.ask_workers("skyrl_sync_report", "checking the weights")
-        check_reports(workers, sent_digests, "engine")
-        # At once, which saves a round trip: nothing runs that could fill the cache with the old weights again.
-        _, is_reset, _ = await asyncio.gather(
+        # At once, which saves round trips: nothing runs that could fill the cache with the old weights again.
+        workers, _, is_reset, _ = await asyncio.gather(
+            self._core.ask_workers("skyrl_sync_report", "checking the weights"),
             self._core.call(self._core.llm.finish_weight_update(), "finishing a weight update"),
             self._core.call(self._core.llm.reset_prefix_cache(), "resetting the prefix cache"),
             self._core.call(compat.set_weight_version(self._core.llm, policy_version), "setting the served version"),
         )
+        check_reports(workers, sent_digests, "engine")
         if self._adapter is not None:
             await self.bind_adapter(policy_version, first=False)
         if not is_reset:

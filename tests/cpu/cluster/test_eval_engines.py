@@ -109,7 +109,7 @@ def test_the_two_kinds_of_engines_never_receive_weights_at_a_time(monkeypatch: p
         world.rank.answers["send_weights"] = lambda purpose, settings: events.append(purpose) or REPORT
         for actor in (world.actor, *world.reserved[:2]):
             actor.answers |= {"begin_weight_update": lambda: events.append("begin")}
-            actor.answers |= {"resume": lambda: events.append("end")}
+            actor.answers |= {"finish_and_resume": lambda *args: events.append("end")}
         await asyncio.gather(world.evaluation.load(), world.train())
         whole = ["begin", "begin", "evaluation", "end", "end"]
         assert events == [*whole, "begin", "training", "end"]

@@ -48,10 +48,7 @@ def check() -> SyncCheck:
     return SyncCheck(1, "float32", LIMITS, tensor_float=False, max_tokens=12)
 
 
-@pytest.mark.parametrize("moment", ["finish_weight_update", "resume"])
-def test_a_replacement_that_is_ready_during_a_sync_serves_from_the_next_one(
-    moment: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_replacement_that_is_ready_during_a_sync_serves_from_the_next_one(monkeypatch: pytest.MonkeyPatch):
     """It holds the checkpoint's weights, which no request of a later version may see."""
     engines = first, second, synced, late = [FakeEngine() for _ in range(4)]
     started: Future[StartedEngine] = Future()
@@ -60,11 +57,9 @@ def test_a_replacement_that_is_ready_during_a_sync_serves_from_the_next_one(
 
     def finish(version: int, digests: dict[str, int]) -> object:
         synced.policy_version = version
-        return gate if moment == "finish_weight_update" else None
+        return gate
 
-    synced.answers["finish_weight_update"] = finish
-    if moment == "resume":
-        synced.answers["resume"] = lambda: gate
+    synced.answers["finish_and_resume"] = finish
     pool = engine_pool(monkeypatch, *engines, num_engines=2, max_restarts=3)
     pool._calls = replace(pool._calls, timeout_s=30.0)
     for replica in pool.replicas:
@@ -82,7 +77,7 @@ def test_a_replacement_that_is_ready_during_a_sync_serves_from_the_next_one(
         first.is_alive = second.is_alive = False
         await pool.drop_dead()
         publishing = asyncio.create_task(sync.publish(()))
-        while moment not in synced.called:
+        while "finish_and_resume" not in synced.called:
             await asyncio.sleep(0.01)
         started.set_result(StartedEngine(EngineFacts(1), "node", ()))
         await asyncio.sleep(0.05)
@@ -90,10 +85,10 @@ def test_a_replacement_that_is_ready_during_a_sync_serves_from_the_next_one(
         await asyncio.sleep(0.05)
         gate.set_result(None)
         await publishing
-        assert await during == {5} == await versions("after") and "resume" not in late.called
+        assert await during == {5} == await versions("after") and "finish_and_resume" not in late.called
         assert list(await pool.prompt_logprobs([[1, 2]])) == [pool.replicas[0].name], "it cannot be compared either"
         await sync.publish(())
-        assert late.called[-2:] == ["finish_weight_update", "resume"]
+        assert late.called[-1] == "finish_and_resume"
 
     asyncio.run(main())
 

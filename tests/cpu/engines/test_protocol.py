@@ -16,6 +16,7 @@ from skyrl_train.cluster.process import AsyncHost
 from skyrl_train.config import load_config
 from skyrl_train.engines.protocol import ENGINES, Engine, engine_kind
 from skyrl_train.types import Generation, SamplingParams
+from skyrl_train.weight_sync.control import WeightSyncError
 from tests.support.settings import changed, engine_settings
 
 METHODS = [name for name in vars(Engine) if not name.startswith("_")]
@@ -27,7 +28,7 @@ from skyrl_train.types import Generation
 class Parrot:
     """Answers each prompt with itself."""
 
-    prepared = []
+    prepared, story = [], []
 
     @staticmethod
     def prepare(settings):
@@ -44,14 +45,26 @@ class Parrot:
             tokens = token_ids[: params.max_generate_length]
             yield [(index, Generation(tokens, [0.0] * len(tokens), "", "stop", policy_version=self.version))]
 
+    async def begin_weight_update(self):
+        self.story.append("begin")
+        if self.story[:-1] == ["refuse"]:
+            raise RuntimeError("the engine is not awake")
+
+    async def update_weights(self, message):
+        self.story.append(message["sender"])
+
     async def finish_weight_update(self, policy_version, sent_digests):
+        self.story.append("finish")
         self.version = policy_version
+
+    async def resume(self):
+        self.story.append("resume")
 
     async def nothing(self, *args, **kwargs):
         """The rest of the protocol."""
 
-    ping = prompt_logprobs = pause = resume = sleep = wake_weights = wake_kv_cache = memory = shutdown = nothing
-    init_weight_sync = begin_weight_update = update_weights = nothing
+    ping = prompt_logprobs = pause = sleep = wake_weights = wake_kv_cache = memory = shutdown = nothing
+    init_weight_sync = nothing
 
 
 class Lame:
@@ -95,11 +108,43 @@ def test_an_engine_from_outside_the_package_is_built_asked_and_updated(own: Path
         await host.call("prepare", settings)
         started = await host.call("start", settings)
         assert started.facts.num_workers == 3 and resolve_name("my_engines:Parrot").prepared == [str(own)]
-        await host.call("finish_weight_update", 7, {})
+        await host.call("begin_weight_update")
+        await host.call("update_weights", {"sender": "policy-0"})
+        await host.call("finish_and_resume", 7, {})
         requests = [(5, [1, 2, 3], SamplingParams(max_generate_length=2))]
         return [item async for item in host.stream("generate_batch", requests)]
 
     assert asyncio.run(main()) == [[(5, Generation([1, 2], [0.0, 0.0], "", "stop", policy_version=7))]]
+
+
+@pytest.mark.parametrize("order", ["early", "late", "refused"])
+def test_an_engine_gets_weights_when_its_update_has_begun(own: Path, order: str):
+    """A sender may call before the driver has, also for the update after one that ended."""
+    parrot = resolve_name("my_engines:Parrot")
+    process = EngineProcess("engine-0.log")
+    process._engine = parrot(engine_settings("m", "p", "float32", 64, engine_init_kwargs={"first_version": 0}))
+
+    async def main() -> None:
+        for _ in range(2):
+            parrot.story[:] = ["refuse"] if order == "refused" else []
+            if order == "late":
+                await process.begin_weight_update()
+            sent = asyncio.ensure_future(process.update_weights({"sender": "policy-0"}))
+            await asyncio.sleep(0.01)
+            assert sent.done() is (order == "late")
+            if order == "refused":
+                with pytest.raises(RuntimeError, match="not awake"):
+                    await process.begin_weight_update()
+                with pytest.raises(WeightSyncError, match="could not begin: the engine is not awake"):
+                    await sent
+                return
+            if order == "early":
+                await process.begin_weight_update()
+            await sent
+            await process.finish_and_resume(1, {})
+            assert parrot.story == ["begin", "policy-0", "finish", "resume"]
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(

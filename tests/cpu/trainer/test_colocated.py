@@ -18,7 +18,7 @@ from skyrl_train.trainer.performance import MemoryReport
 from skyrl_train.trainer.residency import Colocated, Residency
 from tests.support.fake_actors import GIB, SYNC, FakeEngine, FakeRank, engine_pool, policy_group
 
-MOVES = ("sleep", "wake_weights", "begin_weight_update", "resume", "wake_kv_cache", "policy starts")
+MOVES = ("sleep", "wake_weights", "begin_weight_update", "finish_and_resume", "wake_kv_cache", "policy starts")
 DEADLINE_S = 120
 """For what takes a moment, on a machine that may stall."""
 
@@ -70,7 +70,7 @@ def in_world(monkeypatch: pytest.MonkeyPatch, main: Callable[[World], Awaitable[
     asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
 
 
-@pytest.mark.parametrize("method", ["wake_weights", "send_weights", "finish_weight_update", "wake_kv_cache"])
+@pytest.mark.parametrize("method", ["wake_weights", "send_weights", "finish_and_resume", "wake_kv_cache"])
 def test_engines_are_asleep_before_the_policy_starts_again_whatever_failed(
     monkeypatch: pytest.MonkeyPatch, method: str
 ):
@@ -88,7 +88,8 @@ def test_engines_are_asleep_before_the_policy_starts_again_whatever_failed(
         assert world.story[-2:] == ["sleep", "policy starts"]
         await world.residency.sync_weights(())
         await world.residency.for_rollout()
-        assert world.story[-5:] == ["wake_weights", "begin_weight_update", "resume", "wake_weights", "wake_kv_cache"]
+        update = ["begin_weight_update", "finish_and_resume"]
+        assert world.story[-5:] == ["wake_weights", *update, "wake_weights", "wake_kv_cache"]
 
     in_world(monkeypatch, main)
 
@@ -100,7 +101,7 @@ def test_an_engine_with_half_an_update_gets_a_whole_one_before_it_answers(monkey
             await world.residency.sync_weights(())
         world.repair()
         await world.residency.for_rollout()
-        assert world.story.count("resume") == 1 and world.rank.num_sends == 1
+        assert world.story.count("finish_and_resume") == 1 and world.rank.num_sends == 1
 
     in_world(monkeypatch, main)
 
@@ -135,7 +136,7 @@ def test_a_quiet_step_wakes_and_sleeps_once(monkeypatch: pytest.MonkeyPatch):
             await world.residency.for_rollout()
             await world.residency.for_training()
             await world.residency.sync_weights(())
-        step = ["sleep", "wake_weights", "begin_weight_update", "resume"]
+        step = ["sleep", "wake_weights", "begin_weight_update", "finish_and_resume"]
         assert world.story == [*step, "wake_weights", "wake_kv_cache", *step]
 
     in_world(monkeypatch, main)

@@ -28,7 +28,7 @@ from tests.support.job_runners import job_runner
 
 PARAMS = SamplingParams(max_generate_length=4)
 FAR_NODE = "f0" * 28
-SYNC_CALLS = ["begin_weight_update", "update_weights", "finish_weight_update", "resume"]
+SYNC_CALLS = ["begin_weight_update", "update_weights", "finish_and_resume"]
 
 
 class Check:
@@ -144,7 +144,7 @@ def test_a_replacement_during_an_update_waits_for_its_end(monkeypatch: pytest.Mo
     in_world(monkeypatch, main, num_engines=1)
 
 
-@pytest.mark.parametrize("call", ["begin_weight_update", "finish_weight_update"])
+@pytest.mark.parametrize("call", ["begin_weight_update", "finish_and_resume"])
 @pytest.mark.parametrize("num_engines", [1, 2])
 def test_a_loss_that_a_request_notices_during_a_sync_is_no_reason_to_end_the_run(
     monkeypatch: pytest.MonkeyPatch, call: str, num_engines: int
@@ -379,7 +379,9 @@ def test_a_service_sends_again_to_engines_that_compute_other_logprobs_than_its_t
         assert world.actors[1].called[-1] == "pause", "nobody is served by weights that are not the trainer's"
         world.check.fails = False
         assert "restarted at version 0" in await service.recover(error.value)
-        assert world.actors[1].called[-2:] == ["resume", "prompt_logprobs"] and await world.answers() == [0] * 4
+        assert (
+            world.actors[1].called[-2:] == ["finish_and_resume", "prompt_logprobs"] and await world.answers() == [0] * 4
+        )
 
     in_world(monkeypatch, main)
 

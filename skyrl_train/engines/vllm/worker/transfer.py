@@ -55,6 +55,8 @@ class SkyRLWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._receivers: dict[str, Receiver] = {}
         """One per sender: each pipeline stage of the trainer sends its own tensors."""
         self._digests: dict[str, int] = {}
+        self._faults: list[str] | None = None
+        """Those of an update that was finished."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         sender = init_info.info["sender"]
@@ -67,7 +69,7 @@ class SkyRLWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         if not self._receivers:
             raise RuntimeError("init_weight_sync was not called on this engine, or its connection was closed")
-        self._digests = {}
+        self._digests, self._faults = {}, None
         self._update.begin(self.model, self.model_config)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -79,11 +81,13 @@ class SkyRLWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise
 
     def finish_weight_update(self) -> None:
+        self._faults = self._update.faults()  # `finish` hides what is missing
         self._update.finish()
 
     def report(self) -> dict[str, Any]:
-        """To be called before `finish_weight_update`, which hides what is missing."""
-        return {"digests": self._digests, "faults": self._update.faults()}
+        """Also after `finish_weight_update`."""
+        faults = self._update.faults() if self._faults is None else self._faults
+        return {"digests": self._digests, "faults": faults}
 
     def adapter(self) -> dict[str, torch.Tensor]:
         """PEFT's name -> tensor of the last update."""
