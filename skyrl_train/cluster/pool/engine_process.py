@@ -51,6 +51,7 @@ class EngineProcess:
         self._has_begun = asyncio.Event()
         self._refusal: Exception | None = None
         """Why the last update could not begin."""
+        self._num_connections = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -95,8 +96,15 @@ class EngineProcess:
         finally:
             self._has_begun.set()
 
+    async def init_weight_sync(self, info: ControlMessage) -> None:
+        self._num_connections += 1
+        await self._engine.init_weight_sync(info)
+
     async def update_weights(self, message: ControlMessage) -> None:
+        number = self._num_connections
         await self._has_begun.wait()
+        if number != self._num_connections:  # it would take the weights of the new sender
+            raise WeightSyncError("another sender has connected while this one waited for the weight update to begin")
         if self._refusal is not None:
             raise WeightSyncError(f"the weight update could not begin: {self._refusal}") from self._refusal
         await self._engine.update_weights(message)

@@ -147,6 +147,26 @@ def test_an_engine_gets_weights_when_its_update_has_begun(own: Path, order: str)
     asyncio.run(main())
 
 
+def test_a_sender_that_was_replaced_before_the_update_began_takes_no_weights(own: Path):
+    """The sync failed because of another engine, while this one was still pausing."""
+    process = EngineProcess("engine-0.log")
+    parrot = resolve_name("my_engines:Parrot")
+    process._engine = parrot(engine_settings("m", "p", "float32", 64, engine_init_kwargs={"first_version": 0}))
+    parrot.story.clear()
+
+    async def main() -> None:
+        late = asyncio.ensure_future(process.update_weights({"sender": "closed"}))
+        await asyncio.sleep(0)
+        await process.init_weight_sync({})
+        await process.begin_weight_update()
+        await process.update_weights({"sender": "open"})
+        with pytest.raises(WeightSyncError, match="another sender has connected"):
+            await late
+        assert parrot.story == ["begin", "open"]
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("backend", "problem"),
     [
