@@ -292,7 +292,8 @@ def _save_whole_folders(rendezvous: Rendezvous, arguments: tuple[str, MegatronCo
     for folder in (new, there):
         with export_folder(folder) as (unfinished, sums):
             sums |= save_hf(model, path, unfinished)
-            assert not Path(folder, "config.json").exists()
+            if rendezvous.rank == 0:  # which renames the folder, perhaps before another rank is here
+                assert not Path(folder, "config.json").exists()
     told = []
     for folder in (f"{new}_again", there):
         with pytest.raises(ValueError) as error, export_folder(folder) as (unfinished, sums):
