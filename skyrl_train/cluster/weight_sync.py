@@ -142,7 +142,8 @@ class WeightSync:
         Raises: RemoteFailed; no engine waits for a sender then, and those that failed are paused.
         """
         version = self._policy.versions.give()
-        # Engines that failed may still expect the last update, and those that finish requests take as long as these.
+        # Not after a failure, when an engine may still expect the last update, and not if pausing waits for requests,
+        # which can take longer than a sender's deadline.
         at_once = self.senders.are_connected and not self._waits_for_requests
         try:
             if not self.senders.are_connected:

@@ -142,7 +142,7 @@ def _require_settings(chosen: Checkpoint, trainer: TrainingConfig) -> None:
 
 
 def _frozen(trainer: TrainingConfig) -> tuple[ScoringModel, ...]:
-    """Models other than the policy whose logprobs are in the loss."""
+    """The reference and teachers that have their own ranks."""
     return trainer.frozen_models if isinstance(trainer, TrainerConfig) else ()
 
 
