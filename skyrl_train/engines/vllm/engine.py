@@ -168,8 +168,11 @@ class VllmEngine:
     async def begin_weight_update(self) -> None:
         if "weights" in self._asleep:
             raise WeightSyncError("wake the engine's weights before a weight update: they have no memory")
-        await self.pause()
-        await self._weights.start()
+        if self._settings.generator.pause_mode == "wait":
+            await self.pause()  # vLLM's core answers nothing else while requests end
+            await self._weights.start()
+        else:  # at once: the core takes them in this order, and each answer waits for this busy process
+            await asyncio.gather(self.pause(), self._weights.start())
 
     async def update_weights(self, message: ControlMessage) -> None:
         await self._weights.load(message)
