@@ -41,6 +41,8 @@ class LayerwiseReload:
         self._received: set[str] = set()
         self._consumed: set[str] = set()
         self._views = _Views([])
+        self._infos: list[Any] = []
+        """vLLM's records of all layers."""
 
     def begin(self) -> None:
         """An update that was interrupted is closed first."""
@@ -52,6 +54,7 @@ class LayerwiseReload:
             self._open = True
             initialize_layerwise_reload(self._model)
         self._received, self._consumed = set(), set()
+        self._infos = [get_layerwise_info(module) for module in self._model.modules()]
         self._watch_loaders()
 
     def load(self, named_tensors: list[tuple[str, Tensor]]) -> None:
@@ -110,8 +113,8 @@ class LayerwiseReload:
 
     def _clone_buffered_views(self) -> None:
         """Incomplete layers hold views of the bucket, which is about to be overwritten."""
-        for module in self._model.modules():
-            for _, bound in get_layerwise_info(module).loaded_weights:
+        for info in self._infos:
+            for _, bound in info.loaded_weights:
                 for key, value in bound.arguments.items():
                     if isinstance(value, Tensor) and self._views.holds(value):
                         bound.arguments[key] = value.clone()
