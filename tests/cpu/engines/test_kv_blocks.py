@@ -49,6 +49,27 @@ def test_running_requests_keep_their_blocks_and_add_none_to_an_emptied_prefix_ca
     assert len(set(hashes(kept))) > 1, "later requests fill it again"
 
 
+def test_an_empty_prefix_cache_is_not_emptied_again_unless_a_request_holds_a_block(model: Path):
+    from skyrl_train.engines.vllm.scheduling.scheduler import KeepsLogprobs
+
+    kept, rng = scheduler(model, KeepsLogprobs, num_blocks=400, caching=True), np.random.default_rng(0)
+    pool = kept.kv_cache_manager.block_pool
+    add_requests(kept, range(4), rng)
+    step = kept.schedule()
+    kept.update_from_output(step, sampled(kept, step, rng))
+    assert set(hashes(kept)) != {"None"}
+    assert not kept.reset_prefix_cache(), "requests hold blocks"
+    assert kept.reset_prefix_cache(reset_running_requests=True) and set(hashes(kept)) == {"None"}
+    blocks, pool.blocks = pool.blocks, None
+    assert kept.reset_prefix_cache(), "no block was visited"
+    pool.blocks = blocks
+    step = kept.schedule()
+    assert not kept.reset_prefix_cache(), "requests hold blocks again"
+    kept.update_from_output(step, sampled(kept, step, rng))
+    assert set(hashes(kept)) != {"None"}
+    assert kept.reset_prefix_cache(reset_running_requests=True) and set(hashes(kept)) == {"None"}
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """An engine with two full blocks of each prompt in its prefix cache, and two prompts in a step."""

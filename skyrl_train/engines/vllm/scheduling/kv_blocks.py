@@ -1,4 +1,4 @@
-"""Blocks of the KV cache: fewer questions about them, and running requests that keep theirs at a weight sync.
+"""Blocks of the KV cache: what vLLM need not ask or reset, and running requests that keep theirs at a weight sync.
 
 vLLM (0.26 to 0.33) asks five objects for a block for each request and step, although 15 of 16 tokens need none. That is
 a third of what its scheduler does in steps that are not plain (plain_steps.py).
@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.request import Request
 
@@ -68,6 +71,21 @@ def forget_prefixes(manager: KVCacheManager) -> bool:
         return manager.reset_prefix_cache()
     finally:
         del pool.get_num_free_blocks
+
+
+def skip_needless_resets(pool: BlockPool) -> None:
+    """Replace the method that empties the prefix cache by one that does not visit all blocks if nothing is cached.
+
+    A weight sync empties it twice while nothing runs, and for 33,000 blocks that takes 2 ms.
+    """
+    reset: Callable[[], bool] = pool.reset_prefix_cache
+
+    def reset_if_needed() -> bool:
+        has_cached = len(pool.cached_block_hash_to_block) > 0 or pool.enable_kv_cache_events
+        is_held = pool.get_num_free_blocks() < pool.num_gpu_blocks - 1  # all but the null block
+        return reset() if has_cached or is_held else True
+
+    pool.reset_prefix_cache = reset_if_needed  # type: ignore[method-assign]
 
 
 def has_one_kind_of_block(manager: KVCacheManager) -> bool:

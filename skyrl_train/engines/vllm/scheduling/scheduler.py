@@ -26,6 +26,7 @@ from skyrl_train.engines.vllm.scheduling.kv_blocks import (
     forget_prefixes,
     has_one_kind_of_block,
     skip_needless_allocations,
+    skip_needless_resets,
 )
 from skyrl_train.engines.vllm.scheduling.plain_steps import PlainSteps, has_plain_steps
 
@@ -39,6 +40,7 @@ class KeepsLogprobs(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         skip_needless_allocations(self.kv_cache_manager)
+        skip_needless_resets(self.kv_cache_manager.block_pool)
         self._kept = KeptLogprobs(lambda request_id: self._may_wait(request_id))
         self._plain = PlainSteps(self, self._kept) if has_plain_steps(self) else None
         self._keeps_blocks = bool(self.vllm_config.additional_config.get(OWN_KV_CACHE))
