@@ -4,9 +4,8 @@ Digests compare what was sent with what arrived; a sender that reads stale tenso
 joining shards, splitting fused rows, renaming and cutting off padding moves 64-bit words and changes none. So the sum
 of the words of a tensor's shards, modulo 2**64, is the sum over everything that is exported of it. Shards are read from
 the model, not from the export's tasks: results of an earlier export, a tensor under another's name and a missing shard
-do not add up. They are read while the export runs, during which no weight changes.
-
-On one core 2.6 times as fast as the digests.
+do not add up. They are read while the export runs, during which no weight changes. What is exported as the very memory
+of the model's tensor, end to end, is that tensor, and needs no sum: without tensor parallelism most of a model.
 """
 
 from __future__ import annotations
@@ -69,6 +68,12 @@ class _Shard(NamedTuple):
     num_rows: int | None
     """Rows before the padding of the vocabulary; None if it has none."""
 
+    def read(self, read: Read, dtype: torch.dtype) -> Tensor:
+        """What is exported of it."""
+        part, wanted = read(self.live.tensor), dtype_of_name(self.entry.hf_names[0], dtype)
+        part = part if part.dtype == wanted else part.to(wanted)
+        return part if self.num_rows is None else part[: self.num_rows]
+
 
 class LiveSums:
     """Checks the exports of one model's weights."""
@@ -90,8 +95,7 @@ class LiveSums:
                 )
                 self._entries[name] = entry
                 self._of_hf |= dict.fromkeys(hf_names, entry)
-        self._live = live_tensors(model)
-        self._shards = [shard for live in self._live if (shard := self._shard(model, live)) is not None]
+        self._shards = [shard for live in live_tensors(model) if (shard := self._shard(model, live)) is not None]
 
     def _shard(self, model: Model, live: LiveTensor) -> _Shard | None:
         """None if another rank counts an equal copy."""
@@ -118,31 +122,43 @@ class LiveSums:
         Raises: WeightSyncError at the end, on the stage's owner, naming the tensors whose exported values differ from
             the model's.
         """
-        storages = {live.tensor.untyped_storage().data_ptr() for live in self._live}
-        is_owner, num = is_stage_owner(), len(self._entries)
-        sums = WordSums(2 * num, device(), storages)  # of the live tensors, and after them of the exported ones
-        counting = self._count(sums, dtype, read)
-        for name, tensor in named_tensors:
-            next(counting, None)  # while buckets travel, so that little is left to wait for at the end
+        num, left = len(self._entries), {shard.entry.position: shard for shard in self._shards}
+        sums = WordSums(2 * num, device())  # of the live tensors, and after them of the exported ones
+        is_owner, parts = is_stage_owner(), list[Tensor]()
+
+        def count(shard: _Shard, exported: Sequence[Tensor] = ()) -> bool:
+            """Add a live tensor that this rank counts, unless it is what was exported. Returns: whether it is not."""
+            live = shard.read(read, dtype)
+            if is_added := not _is_memory_of(exported, live):
+                sums.add(shard.entry.position, live, shard.entry.word_bytes(live))
+            return is_added
+
+        for name, tensor in named_tensors:  # while buckets travel, so that little is left to wait for at the end
             if is_owner:
                 entry = self._of_hf[name]
-                sums.add(num + entry.position, tensor, entry.word_bytes(tensor))
+                parts = [*parts, tensor] if name != entry.hf_names[0] else [tensor]
+                if name == entry.hf_names[-1]:
+                    shard = left.pop(entry.position, None)
+                    if shard is None or count(shard, parts):
+                        for part in parts:
+                            sums.add(num + entry.position, part, entry.word_bytes(part))
+            elif left:
+                count(left.pop(next(iter(left))))
             yield name, tensor
-        for _ in counting:
-            pass
+        for shard in left.values():
+            count(shard)
         live, exported = sums.total().view(2, num)
         _require_equal(live, exported, [entry.hf_names for entry in self._entries.values()], "weights")
 
-    def _count(self, sums: WordSums, dtype: torch.dtype, read: Read) -> Iterator[None]:
-        """Add the shards that this rank counts, one by one."""
-        for live, entry, num_rows in self._shards:
-            part = read(live.tensor)
-            if part.dtype != (wanted := dtype_of_name(entry.hf_names[0], dtype)):
-                part = part.to(wanted)
-            if num_rows is not None:
-                part = part[:num_rows]
-            sums.add(entry.position, part, entry.word_bytes(part))
-            yield
+
+def _is_memory_of(parts: Sequence[Tensor], whole: Tensor) -> bool:
+    """Whether the parts are the memory of `whole`, from its start to its end in this order."""
+    address = whole.data_ptr()
+    for part in parts:
+        if part.data_ptr() != address or part.dtype != whole.dtype or not part.is_contiguous():
+            return False
+        address += part.nbytes
+    return address == whole.data_ptr() + whole.nbytes and whole.is_contiguous()
 
 
 def warm_up() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -12,9 +11,7 @@ from skyrl_train import kernels
 
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 HELD_BYTES = 256 << 20
-"""The most bytes of copies that nobody else holds and that wait for the next kernel."""
-LIVE_SHARE = 16
-"""Bytes of memory that lives anyway count less by this factor: a kernel per 4 GiB, so that the last one is short."""
+"""The most bytes that wait for the next kernel: nobody else may hold them, and the last kernel is short."""
 
 
 @dataclass(slots=True)
@@ -31,9 +28,7 @@ class _Waiting:
 class WordSums:
     """[num] int64, all 0 at first."""
 
-    def __init__(self, num: int, device: torch.device, storages: Collection[int] = ()) -> None:
-        """Args: storages: addresses of those that live anyway, whose tensors may all wait for one kernel."""
-        self._storages = storages
+    def __init__(self, num: int, device: torch.device) -> None:
         self._sums: list[tuple[int, Tensor]] = []
         """(position, [] int64), without a GPU."""
         self._waiting = {size: _Waiting() for size in WORDS}
@@ -55,8 +50,7 @@ class WordSums:
         waiting = self._waiting[size]
         waiting.rows.append((tensor.data_ptr(), num_bytes // size, position))
         waiting.tensors.append(tensor)
-        is_live = tensor.untyped_storage().data_ptr() in self._storages
-        waiting.num_bytes += num_bytes // LIVE_SHARE if is_live else num_bytes
+        waiting.num_bytes += num_bytes
         if waiting.num_bytes > HELD_BYTES:
             self._launch(size)
 

@@ -20,6 +20,7 @@ from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.megatron.weights import export as export_module
 from skyrl_train.megatron.weights.export import export, export_tasks
 from skyrl_train.megatron.weights.proof import LiveSums
+from skyrl_train.megatron.weights.word_sums import WordSums
 from skyrl_train.ranks import Rendezvous
 from skyrl_train.weight_sync.control import WeightSyncError
 from tests.support.families import write_family
@@ -164,6 +165,36 @@ def test_the_last_tensor_is_named_if_it_is_left_out(tmp_path: Path):
     """The live tensors are counted beside the export: those of what it leaves out, too."""
     (found,) = said("DP2", without_the_last, tmp_path)
     assert "of 1 of " in found and "lm_head.weight" in found
+
+
+def _summed(rendezvous: Rendezvous, path: str) -> tuple[set[str], str]:
+    """Ends of the names whose words were summed, and what the check says of an export that should have changed all."""
+    join(rendezvous, layout(1, {}).megatron, seed=1)
+    model = build_model(path, layout(1, {}).megatron, torch.float32, trainable=False)
+    sums, summed, add = LiveSums(model), set[int](), WordSums.add
+
+    def noted(self: WordSums, position: int, tensor: Tensor, word_bytes: int | None = None) -> None:
+        summed.add(position % len(sums.tasks))
+        add(self, position, tensor, word_bytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WordSums, "add", noted)
+        for _ in sums.checked(export(model, torch.float32), torch.float32):
+            pass
+    names = {sums.tasks[position].live.local_name for position in summed}
+    try:
+        for _ in sums.checked(export(model, torch.float32), torch.float32, lambda tensor: tensor.detach() * 2):
+            pass
+    except WeightSyncError as error:
+        return names, str(error)
+    return names, ""
+
+
+def test_memory_of_the_model_itself_needs_no_sums_unless_it_should_have_been_changed(tmp_path: Path):
+    """Of a process alone only fused rows, which interleave heads, are copied; all should be merged with adapters."""
+    ((names, said_of_changed),) = run_on_ranks(_summed, str(_source("qwen2", tmp_path)), 1, timeout_s=120)
+    assert names and all("linear_qkv" in name for name in names)
+    assert "does not yield the current weights" in said_of_changed and "model.embed_tokens.weight" in said_of_changed
 
 
 def test_a_shard_that_was_taken_twice_is_caught(tmp_path: Path):
