@@ -28,6 +28,8 @@ class Rendezvous:
     port: int
     timeout_s: float
     """Timeout of one collective; a rank whose peers died fails after it."""
+    listening: socket.socket | None = None
+    """Of rank 0, in its process only: it holds the port until the store serves there. None: the port is still free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +119,8 @@ def pad_multiple(tp_size: int, cp_size: int) -> int:
 def free_port() -> int:
     """Return a port of this machine that is free now, for a process that listens soon.
 
-    Not one chosen by the system: those are ports of outgoing connections (from 32768 on), one of which may take it
-    before rank 0 listens (EADDRINUSE, seen in the tests). Ray's workers use 10002 to 19999.
+    Others may take it before; where this program listens itself, `stores.listen` holds it. Not one chosen by the
+    system: those are ports of outgoing connections (from 32768 on). Ray's workers use 10002 to 19999.
     """
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
         with socket.socket() as probe:

@@ -6,22 +6,24 @@ import errno
 import logging
 import socket
 from datetime import timedelta
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from skyrl_train.ranks import Rendezvous
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 log = logging.getLogger(__name__)
 
 
-def serve_store(host: str, port: int, timeout_s: float, world_size: int | None = None) -> dist.TCPStore:
-    """A store that listens on this address, or on all if no interface has it (NAT).
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A socket that listens on this address, or on all if no interface has it (NAT).
 
-    Args: port: 0: a free one; world_size: number of processes to wait for, this one included; None: do not wait.
-    Raises: OSError if the port is taken.
+    Args: port: 0: a free one. Raises: OSError if the port is taken.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as listening:
+    listening = socket.socket(family, kind, protocol)
+    try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind(address)
@@ -31,21 +33,37 @@ def serve_store(host: str, port: int, timeout_s: float, world_size: int | None =
             log.warning("%s is not on an interface of this host (a NAT address?): listening on all of them", host)
             listening.bind(("", port))
         listening.listen()
-        found: int = listening.getsockname()[1]
-        return dist.TCPStore(
-            host,
-            found,
-            world_size,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=world_size is not None,
-            master_listen_fd=listening.detach(),  # the store closes it
-        )
+    except BaseException:
+        listening.close()
+        raise
+    return listening
+
+
+def serve_store(listening: socket.socket, host: str, timeout_s: float, world_size: int | None = None) -> dist.TCPStore:
+    """A store that serves at this socket, which it closes.
+
+    Args: host: at which clients reach it; world_size: number of processes to wait for, this one included; None: do not
+        wait.
+    """
+    import torch.distributed as dist  # a rank listens before it imports torch
+
+    port: int = listening.getsockname()[1]
+    return dist.TCPStore(
+        host,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=world_size is not None,
+        master_listen_fd=listening.detach(),
+    )
 
 
 def join_store(rendezvous: Rendezvous) -> dist.Store:
     """The store of a worker group: served by rank 0, joined by the others within the timeout."""
+    import torch.distributed as dist
+
+    address, port, size = rendezvous.address, rendezvous.port, rendezvous.world_size
     if rendezvous.rank == 0:
-        return serve_store(rendezvous.address, rendezvous.port, rendezvous.timeout_s, rendezvous.world_size)
-    timeout = timedelta(seconds=rendezvous.timeout_s)
-    return dist.TCPStore(rendezvous.address, rendezvous.port, rendezvous.world_size, is_master=False, timeout=timeout)
+        return serve_store(rendezvous.listening or listen(address, port), address, rendezvous.timeout_s, size)
+    return dist.TCPStore(address, port, size, is_master=False, timeout=timedelta(seconds=rendezvous.timeout_s))

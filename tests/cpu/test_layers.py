@@ -37,7 +37,7 @@ MAY_IMPORT = {
     # the heaviest package; it knows no engine, and no engine knows it
     "megatron": "types config device file_sum ranks stores algorithms kernels hf batching weight_sync",
     # processes: ranks are named to them as text (module:class), so cluster imports no Megatron
-    "cluster": "types config device imports file_sum ranks algorithms hf weight_sync engines",
+    "cluster": "types config device imports file_sum ranks stores algorithms hf weight_sync engines",
     # what a run will take; Megatron's and the engines' own rules, without their packages
     "forecast": "config device algorithms checks hf engines megatron cluster",
     # the driver

@@ -15,7 +15,7 @@ from skyrl_train.config import load_config
 from skyrl_train.megatron.model.parallel import join
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous, free_port
-from skyrl_train.stores import join_store, serve_store
+from skyrl_train.stores import join_store, listen, serve_store
 from skyrl_train.weight_sync.channels.broadcast import BroadcastSendChannel
 from tests.support.fake_actors import FakeEngine, FakeRank, engine_pool, policy_group
 from tests.support.settings import remote_settings
@@ -29,7 +29,7 @@ def listening() -> set[tuple[str, int]]:
 
 def test_a_store_listens_on_its_address_alone():
     before = listening()
-    store = serve_store("127.0.0.1", 0, timeout_s=10)
+    store = serve_store(listen("127.0.0.1"), "127.0.0.1", timeout_s=10)
     assert listening() - before == {("127.0.0.1", store.port)}
 
 
@@ -42,7 +42,16 @@ def test_a_sender_of_weights_listens_on_its_address_alone():
 
 def test_a_port_that_is_taken_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
-        serve_store("127.0.0.1", taken.getsockname()[1], timeout_s=10)
+        listen("127.0.0.1", taken.getsockname()[1])
+
+
+def test_nobody_can_take_the_port_of_a_group_before_its_store_serves_there():
+    listening = listen("127.0.0.1")
+    port = listening.getsockname()[1]
+    with pytest.raises(OSError, match="in use"):
+        listen("127.0.0.1", port)
+    rendezvous = Rendezvous(rank=0, world_size=1, address="127.0.0.1", port=port, timeout_s=10, listening=listening)
+    join_store(rendezvous).set("a", "b")
 
 
 def test_the_store_of_one_rank_waits_for_nobody():

@@ -19,7 +19,7 @@ from skyrl_train.cluster.pool.replica import EngineReplica
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.cluster.ranks.worker_group import WorkerGroup
 from skyrl_train.engines.protocol import EngineFacts
-from skyrl_train.ranks import Moved, ParallelRanks
+from skyrl_train.ranks import LOOPBACK, Moved, ParallelRanks
 from skyrl_train.types import Generation
 from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.send_report import SendReport
@@ -113,7 +113,7 @@ class FakeRank(Actor):
     def __init__(self, pp_rank: int = 0) -> None:
         super().__init__(
             find_place=("node", 7, ""),
-            find_meeting_place=("host", 1),
+            listen=lambda on_one_node: (LOOPBACK if on_one_node else "host", 1),
             build=ParallelRanks(0, pp_rank, 0, 0, 1, True),
             open_sender=self._open,
             prepare_export=None,

@@ -6,8 +6,10 @@ Imports torch in functions: the driver starts the engines that share a rank's de
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,8 @@ from skyrl_train.cluster.process import host
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.device.memory import memory_in_use
 from skyrl_train.imports import megatron_imports
-from skyrl_train.ranks import LOOPBACK, Rendezvous, free_port
+from skyrl_train.ranks import LOOPBACK, Rendezvous
+from skyrl_train.stores import listen
 from skyrl_train.weight_sync.channels.table import open_sender, transport
 from skyrl_train.weight_sync.control import ControlMessage, WeightSyncError
 
@@ -35,6 +38,7 @@ class Rank:
         self._senders: dict[str, WeightSender] = {}
         """By the purpose of the engines that they send to."""
         self._worker: Any = None
+        self._listening: socket.socket | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._worker, name)
@@ -46,8 +50,13 @@ class Rank:
     def memory(self) -> dict[str, float]:
         return memory_in_use()
 
-    def find_meeting_place(self) -> tuple[str, int]:
-        return host(), free_port()
+    def listen(self, on_one_node: bool) -> tuple[str, int]:
+        """Hold the port at which rank 0 will serve the group's store. Args: on_one_node: whether all ranks are on this
+        node. Returns: host and port.
+        """
+        address = LOOPBACK if on_one_node else host()
+        self._listening = listen(address)
+        return address, self._listening.getsockname()[1]
 
     def import_modules(self, names: Sequence[str]) -> None:
         """Import trainer.custom_modules. Raises: ValueError naming the module that cannot be imported."""
@@ -60,7 +69,7 @@ class Rank:
         torch.set_num_threads(1)
         with megatron_imports():
             worker = resolve_name(entry_point)
-        self._worker = worker(rendezvous, **kwargs)
+        self._worker = worker(replace(rendezvous, listening=self._listening), **kwargs)
         return self._worker.ranks
 
     def open_sender(

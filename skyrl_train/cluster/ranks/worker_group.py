@@ -12,7 +12,7 @@ import ray
 from skyrl_train.cluster.calls import Calls, RemoteFailed
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.process import Host, wait_ended_on_nodes
-from skyrl_train.ranks import LOOPBACK, Rendezvous
+from skyrl_train.ranks import Rendezvous
 
 CLOSE_S = 5
 """Timeout for processes that may hang in a collective."""
@@ -93,9 +93,8 @@ class WorkerGroup:
         """Make `module:Class` on every rank. Returns: each rank's position in the layout."""
         if self._custom_modules:  # a separate call, before arguments are unpickled that may refer to these modules
             await self.all("import_modules", self._custom_modules)
-        address, port = await self.one(0, "find_meeting_place")
-        if len({place.node for place in await self.places()}) == 1:
-            address = LOOPBACK
+        on_one_node = len({place.node for place in await self.places()}) == 1
+        address, port = await self.one(0, "listen", on_one_node)
         size = len(self._slots)
         meetings = [Rendezvous(rank, size, address, port, self.calls.timeout_s) for rank in range(size)]
         calls = zip(self.actors, meetings, strict=True)

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 from skyrl_train.device import device_type
-from skyrl_train.ranks import Rendezvous, free_port
-
-ADDRESS = "127.0.0.1"
+from skyrl_train.ranks import LOOPBACK, Rendezvous
+from skyrl_train.stores import listen
 
 
 def run_on_ranks(
@@ -38,16 +37,15 @@ def run_on_ranks(
     """
     context: Any = multiprocessing.get_context("spawn" if device_type() == "cuda" else "fork")
     with tempfile.TemporaryDirectory() as folder:
-        port = free_port()
-        processes = [
-            context.Process(
-                target=_work,
-                args=(function, argument, Rendezvous(rank, world_size, ADDRESS, port, timeout_s), folder),
-                daemon=True,
-            )
-            for rank in range(world_size)
-        ]
-        for process in processes:
+        processes = []
+        with listen(LOOPBACK) as listening:
+            port = listening.getsockname()[1]
+            for rank in range(world_size):
+                held = listening if rank == 0 else None
+                meeting = Rendezvous(rank, world_size, LOOPBACK, port, timeout_s, held)
+                processes.append(context.Process(target=_work, args=(function, argument, meeting, folder), daemon=True))
+            processes[0].start()
+        for process in processes[1:]:  # without the socket: once rank 0 has died, nobody listens
             process.start()
         try:
             _wait(processes, Path(folder), timeout_s)

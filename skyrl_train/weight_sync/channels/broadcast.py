@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from skyrl_train.stores import serve_store
+from skyrl_train.stores import listen, serve_store
 from skyrl_train.weight_sync.channels.broadcast_group import BroadcastGroup, Land, has, join_store
 from skyrl_train.weight_sync.channels.channel import ReceivingEnd, SendingEnd
 from skyrl_train.weight_sync.control import Check, ControlMessage, WeightSyncError
@@ -76,7 +76,7 @@ class BroadcastSendChannel:
         self._world_size = 1 + num_receivers
         self._device, self._timeout_s = device, timeout_s
         self._host = host or socket.gethostbyname(socket.gethostname())
-        self._store = serve_store(self._host, 0, timeout_s)
+        self._store = serve_store(listen(self._host), self._host, timeout_s)
         self._group: BroadcastGroup | None = None
         self._flight = Flight(device)
 
