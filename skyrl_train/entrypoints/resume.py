@@ -62,16 +62,19 @@ def require_export_folder(trainer: TrainingConfig, num_steps: int) -> None:
 
 
 def identities(trainer: TrainingConfig, model_folder: str) -> dict[str, Any]:
-    """Identity of the policy's model, for checkpoints; under `frozen` those of a reference and of teachers on ranks, by
-    the key of their path, with that path. Raises: OSError or ValueError if a folder cannot be read.
+    """Identity of the policy's model, for checkpoints; under `frozen` those of a reference and of teachers that the run
+    starts, by the key of their path, with that path. Raises: OSError or ValueError if a folder cannot be read.
     """
     has_frozen = has_frozen_weights(trainer.policy.model.lora, trainer.policy.megatron_config)
     found = identity(model_folder, has_frozen_weights=has_frozen)
-    found["frozen"] = {
-        model.path_key: identity(local_folder(model.model_path), has_frozen_weights=True)
-        | {"path": seen_from_anywhere(model.model_path)}
-        for model in _frozen(trainer)
-    }
+    found["frozen"] = {}
+    for model in _frozen(trainer):
+        folder = local_folder(model.model_path)
+        try:
+            own = identity(folder, has_frozen_weights=True)
+        except ValueError:  # engines also load other files than safetensors
+            own = identity(folder, has_frozen_weights=False)
+        found["frozen"][model.path_key] = own | {"path": seen_from_anywhere(model.model_path)}
     return found
 
 
@@ -142,8 +145,8 @@ def _require_settings(chosen: Checkpoint, trainer: TrainingConfig) -> None:
 
 
 def _frozen(trainer: TrainingConfig) -> tuple[ScoringModel, ...]:
-    """The reference and teachers that have their own ranks."""
-    return trainer.frozen_models if isinstance(trainer, TrainerConfig) else ()
+    """The reference and teachers that have their own ranks or engines."""
+    return (*trainer.frozen_models, *trainer.engine_teachers) if isinstance(trainer, TrainerConfig) else ()
 
 
 def _require_frozen(chosen: Checkpoint, trainer: TrainingConfig) -> None:

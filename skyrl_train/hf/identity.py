@@ -63,7 +63,11 @@ def _config(folder: str) -> dict[str, Any]:
 
 
 def _computed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields as the installed transformers reads them, with its defaults: files of other versions have other names."""
+    """Fields as the installed transformers reads them, with its defaults: files of other versions have other names. Of
+    models that only engines know, those of the file.
+    """
+    if config.get("model_type") not in LEDGERS:
+        return {name: value for name, value in config.items() if name not in FREE}
     read = json.loads(json.dumps(AutoConfig.for_model(**config).to_dict()))
     (read.get("rope_parameters") or {}).pop("type", None)  # the older name of rope_type
     free = FREE | LEDGERS[read["model_type"]].only.keys()

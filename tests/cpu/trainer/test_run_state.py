@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -546,9 +547,11 @@ def test_a_checkpoint_is_refused_with_another_reference_than_that_of_its_run(key
     assert chosen_checkpoint(changed, NUM_ROWS) is not None, "a checkpoint that is older than the entry"
 
 
-def test_a_checkpoint_is_refused_with_another_teacher_than_that_of_its_run(tmp_path: Path):
+@pytest.mark.parametrize("backend", ["megatron", "engine"])
+def test_a_checkpoint_is_refused_with_another_teacher_than_that_of_its_run(backend: str, tmp_path: Path):
     source, other = write_family("qwen3", tmp_path / "model"), write_family("qwen3", tmp_path / "other", vocab_size=80)
-    own = [f"trainer.run_dir={tmp_path}/run", "trainer.seed=3", "trainer.resume_mode=latest"]
+    own = [f"trainer.teacher.backend={backend}"]
+    own += [f"trainer.run_dir={tmp_path}/run", "trainer.seed=3", "trainer.resume_mode=latest"]
     own += [f"trainer.policy.model.path={source}", "trainer.algorithm.distillation.distillation_type=loss"]
 
     def trainer_with(*teachers: str) -> TrainingConfig:
@@ -562,6 +565,29 @@ def test_a_checkpoint_is_refused_with_another_teacher_than_that_of_its_run(tmp_p
     for changed in (trainer_with(f"path={other}"), trainer_with(f"path_of_data_source.math={source}")):
         with pytest.raises(ValueError, match="the teacher of its run was .* has another config.json .vocab_size is"):
             chosen_checkpoint(changed, NUM_ROWS)
+
+
+def test_a_teacher_that_only_engines_know_is_compared_by_its_configuration_and_its_weights_if_they_have_names(
+    tmp_path: Path,
+):
+    source, teacher = write_family("qwen3", tmp_path / "model"), tmp_path / "teacher"
+    run = load_config(
+        [
+            *(f"trainer.run_dir={tmp_path}/run", "trainer.seed=3", "trainer.resume_mode=latest"),
+            *(f"trainer.policy.model.path={source}", f"trainer.teacher.model.path={teacher}"),
+            *("trainer.teacher.backend=engine", "trainer.algorithm.distillation.distillation_type=loss"),
+        ]
+    ).trainer
+    teacher.mkdir()
+    (teacher / "pytorch_model.bin").write_bytes(b"1234")
+    config = {"model_type": "of_nobody", "hidden_size": 8, "pad_token_id": 0}
+    (teacher / "config.json").write_text(json.dumps(config))
+    save(run, 4, model=identities(run, str(source)))
+    (teacher / "config.json").write_text(json.dumps(config | {"pad_token_id": 1}))
+    assert chosen_checkpoint(run, NUM_ROWS) is not None, "a field that is not computed with"
+    (teacher / "config.json").write_text(json.dumps(config | {"hidden_size": 16}))
+    with pytest.raises(ValueError, match="the teacher of its run was .*hidden_size is 16, was 8"):
+        chosen_checkpoint(run, NUM_ROWS)
 
 
 def test_the_reference_of_adapters_is_the_policys_model(tmp_path: Path):
