@@ -62,8 +62,10 @@ def env_creator(env_class: str) -> Callable[..., BaseTextEnv]:
     raise ValueError(unknown(env_class))
 
 
-def check_constructor(env_class: str) -> None:
-    """Raises: ValueError if environments of this name cannot be called as they are, found without making one."""
+def check_creator(env_class: str) -> None:
+    """Raises: ValueError if environments of this name cannot be created by the arguments that they get, or define no
+    step; found without creating one.
+    """
     creator, spec = env_creator(env_class), skyrl_gym.registry.get(env_class)
     arguments = {**({} if spec is None else spec.kwargs), "env_config": None, "extras": {}}
     try:
@@ -79,6 +81,11 @@ def check_constructor(env_class: str) -> None:
             f"the environment is {env_class!r}: it is created as {name}({called}), and takes {signature}: {error}. "
             f"Define {'__init__(self, ' if isinstance(creator, type) else f'{name}('}{', '.join(arguments)})"
         ) from error
+    if getattr(creator, "step", None) is BaseTextEnv.step:
+        raise ValueError(
+            f"the environment is {env_class!r}: {creator.__name__} defines no step. Define step(self, action), which "
+            "returns a BaseTextEnvStepOutput"
+        )
 
 
 def is_known(env_class: str) -> bool:

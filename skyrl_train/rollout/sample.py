@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from skyrl_train.config import Config
 from skyrl_train.config.compose import DEFAULT_ENV_CLASS
 from skyrl_train.data.chat import ChatTemplate
-from skyrl_train.envs.registry import check_constructor, env_creator, is_known, row_problem, unknown
+from skyrl_train.envs.registry import check_creator, env_creator, is_known, row_problem, unknown
 from skyrl_train.rollout.contract import Engines
 from skyrl_train.rollout.dialogue import ChatDialogue
 from skyrl_train.rollout.env_pool import CallTimeout, EnvPool
@@ -105,8 +105,8 @@ def check_environments(config: Config, train: Sequence[Prompt], val: Sequence[Pr
     """Check the environments that rows ask for, and that the configured one is among them.
 
     Args: train, val: prompts; are_created: whether the rollout creates one for each sample.
-    Raises: ValueError for an environment that is unknown, not used, whose constructor takes other arguments, or that
-        cannot be created for the first row of any set of columns, and for settings of an unknown one.
+    Raises: ValueError for an environment that is unknown, not used, defines no step, whose constructor takes other
+        arguments, or that cannot be created for the first row of any set of columns; for settings of an unknown one.
     """
     prompts: dict[tuple[str, frozenset[tuple[str, bool]]], Prompt] = {}
     for prompt in (*train, *val):
@@ -117,7 +117,7 @@ def check_environments(config: Config, train: Sequence[Prompt], val: Sequence[Pr
         try:
             env_creator(env_class)
             if are_created:
-                check_constructor(env_class)
+                check_creator(env_class)
         except ValueError as error:
             raise ValueError(f"{error}{_asked(config, env_class)}") from error
     if train or config.environment.reward_fn:

@@ -24,6 +24,8 @@ class OfRows(BaseTextEnv):
     def __init__(self, extras): raise AssertionError("it may be expensive: it is not created")
 class More(BaseTextEnv):
     def __init__(self, env_config, extras, judge): raise AssertionError("it is not created")
+class Stepless(BaseTextEnv):
+    def __init__(self, env_config, extras): raise AssertionError("it is not created")
 """
 
 
@@ -120,6 +122,14 @@ def test_an_own_environment_that_cannot_be_created_as_environments_are_is_found_
     assert message.startswith(
         f"error: the environment is 'own_constructors:{kind}': it is created as {kind}(env_config=..., extras=...), "
         f"and takes {takes}. Define __init__(self, env_config, extras)"
+    )
+
+
+def test_an_own_environment_without_a_step_is_found_before_ray(world: Path, capsys: pytest.CaptureFixture[str]):
+    (world / "own_constructors.py").write_text(CONSTRUCTORS)
+    message = error(capsys, "environment.env_class=own_constructors:Stepless", "data.columns.env_class=null")
+    assert message.startswith(
+        "error: the environment is 'own_constructors:Stepless': Stepless defines no step. Define step(self, action), "
     )
 
 
