@@ -26,8 +26,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGES = "a list of chat messages"
 PROMPT = f"text or {MESSAGES}"
 """Values of a prompt, for errors."""
+VARIABLES = "chat_template_kwargs"
+"""Column of a row, and key of the configuration, with variables of the template."""
+_ARGUMENTS = frozenset({"add_generation_prompt", "chat_template", "continue_final_message", "tokenize"})
+"""Names that transformers' function takes, not the template."""
 _CACHED_RENDERINGS = 4096
-_CACHED_TOOLS = 64
+_CACHED_ROWS = 64
 
 
 def check_messages(messages: object, allowed: str = MESSAGES) -> list[Message]:
@@ -66,7 +70,7 @@ class ChatTemplate:
 
     Args: kwargs: variables of the template (`generator.chat_template_kwargs`); limit: longer texts are not tokenised,
         the methods raise TooLong.
-    Raises: ValueError if the tokenizer has no chat template.
+    Raises: ValueError if the tokenizer has no chat template, or for a name that is no variable of one.
     """
 
     def __init__(
@@ -77,20 +81,27 @@ class ChatTemplate:
                 f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template. "
                 "Put a chat_template.jinja into the model folder, or use an instruction-tuned model"
             )
+        if taken := sorted(_ARGUMENTS & kwargs.keys()):
+            raise ValueError(
+                f"`{VARIABLES}` has {', '.join(taken)}: that is no variable of a chat template, but decides how one is "
+                "used. Remove it; to use another template, put a chat_template.jinja into the model folder"
+            )
         self.tokenizer, self._limit = tokenizer, limit
         self._kwargs = dict(kwargs)
         self._cached_prompt = lru_cache(_CACHED_RENDERINGS)(self._render_prompt)
         self._cached_reply = lru_cache(_CACHED_RENDERINGS)(self._render_reply)
-        self._cached_with_tools = lru_cache(_CACHED_TOOLS)(self._with_tools)
+        self._cached_of_row = lru_cache(_CACHED_ROWS)(self._of_row)
 
     def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
         """The template with these variables where it has none of the same name."""
         return ChatTemplate(self.tokenizer, {**variables, **self._kwargs}, self._limit)
 
     def for_row(self, row: Mapping[str, Any]) -> ChatTemplate:
-        """The template that lists the row's `tools`, if it has any, in place of its own. Raises: like `tools_text`."""
-        tools = tools_text(row.get("tools"))
-        return self._cached_with_tools(tools) if tools else self
+        """The template with the row's `tools` and `chat_template_kwargs`, in place of its own of the same names.
+        Raises: like `tools_text`; ValueError for variables that are no mapping.
+        """
+        tools, variables = tools_text(row.get("tools")), _variables_text(row.get(VARIABLES))
+        return self._cached_of_row(tools, variables) if tools or variables else self
 
     def warn_if_tools_are_left_out(self, messages: Sequence[Message]) -> None:
         """Args: messages: of a row with `tools`, whose template this is."""
@@ -188,8 +199,9 @@ class ChatTemplate:
             self._limit.check(text)
         return text
 
-    def _with_tools(self, tools: str) -> ChatTemplate:
-        return ChatTemplate(self.tokenizer, {**self._kwargs, "tools": json.loads(tools)}, self._limit)
+    def _of_row(self, tools: str, variables: str) -> ChatTemplate:
+        own = json.loads(variables or "{}") | ({"tools": json.loads(tools)} if tools else {})
+        return ChatTemplate(self.tokenizer, {**self._kwargs, **own}, self._limit)
 
     def _render_prompt(self, key: str) -> tuple[int, ...]:
         return self.encode(self.render(json.loads(key)))
@@ -211,6 +223,28 @@ class ChatTemplate:
             f"the tokenizer merges each of {', '.join(ANCHORS)} with the text after it in the chat template, so "
             "the tokens of turns cannot be separated. Use a template with an end-of-turn token"
         )
+
+
+def _variables_text(given: object) -> str:
+    """JSON text of a row's variables, given as a mapping or its JSON text; empty for none. Without nulls, which Arrow
+    adds for variables of other rows.
+    """
+    found = given
+    if isinstance(given, str) and given.strip():
+        with suppress(ValueError, RecursionError):
+            found = json.loads(given)
+    if not found or (isinstance(found, str) and not found.strip()):
+        return ""
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"`{VARIABLES}` must be a mapping of the chat template's variables to values, or its JSON text, got "
+            f"{shortened(given)}. Remove another column of this name with data.columns.{VARIABLES}=null"
+        )
+    try:
+        known = {name: value for name, value in found.items() if value is not None}
+        return check_text(json.dumps(known, ensure_ascii=False, sort_keys=True), f"`{VARIABLES}`") if known else ""
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"`{VARIABLES}` must have values of JSON, got {shortened(given)}") from error
 
 
 def _after(anchor: str, text: str) -> str:

@@ -122,7 +122,7 @@ def _lengths(prompts: Sequence[Prompt], chat: ChatTemplate, limit: TextLimit) ->
             continue
         except ValueError as error:
             raise ValueError(f"{prompt.location}: {error}") from error
-        if own is not chat and not has_tools:
+        if prompt.extras.get("tools") and not has_tools:
             has_tools = True
             own.warn_if_tools_are_left_out(prompt.messages)
         if len(together) == TOKENISED_TOGETHER or sum(map(len, together.values())) + len(text) > MIN_CHARACTERS:

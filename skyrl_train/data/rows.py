@@ -63,10 +63,11 @@ def without_empty_fields(messages: Any) -> Any:
 
 
 def _of_arrow(row: dict[str, Any]) -> dict[str, Any]:
-    """The row without what Arrow adds to its messages and `tools`: every object gets the fields of all objects in the
-    file, also the arguments of a tool call. A null that was meant there cannot be told from these.
+    """The row without what Arrow adds to its messages, `tools` and variables of the template: every object gets the
+    fields of all objects in the file, also the arguments of a tool call. A null that was meant there cannot be told
+    from these.
     """
-    is_chat = {name: name == "tools" or _has_roles(value) for name, value in row.items()}
+    is_chat = {name: name in ("tools", "chat_template_kwargs") or _has_roles(value) for name, value in row.items()}
     return {name: _without_nulls(value) if is_chat[name] else value for name, value in row.items()}
 
 

@@ -132,7 +132,7 @@ class ExampleReader:
         except ValueError as error:
             raise ValueError(f"invalid `{column}`: {error}") from error
         chat = self._chat.for_row(row)
-        if chat is not self._chat and not self._has_rendered_tools:
+        if row.get("tools") and not self._has_rendered_tools:
             self._has_rendered_tools = True
             chat.warn_if_tools_are_left_out(messages)
         return Conversations(chat, self._tokenizer.eos_token_id, turns).tokens(messages, is_cut)

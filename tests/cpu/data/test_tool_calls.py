@@ -152,6 +152,59 @@ def test_rollouts_and_the_limit_of_prompts_list_the_tools_of_each_row_as_transfo
     assert script.inputs[0] == expected
 
 
+TALKS = LISTS_TOOLS.replace("{% for m in", "{{ 'aloud ' if mood is defined and mood == 'loud' else '' }}{% for m in", 1)
+
+
+@pytest.mark.parametrize(
+    "given", [{"mood": "loud", "other": None}, '{"mood": "loud"}', {"mood": "calm"}, {}, None, " "]
+)
+def test_variables_of_a_row_take_the_place_of_those_of_the_configuration(given, tmp_path):
+    tokenizer = tokenizer_with(TALKS)
+    mood = "loud" if "loud" in str(given) or not (given and str(given).strip()) else "calm"
+    options = {"mood": mood, "tools": CLOCK}
+    expected = tokenizer.apply_chat_template([QUESTION], add_generation_prompt=True, return_dict=False, **options)
+    file = tmp_path / "rows.jsonl"
+    row = {"prompt": [QUESTION], "chat_template_kwargs": given, "tools": CLOCK, "reward_spec": {"ground_truth": "7"}}
+    file.write_text(json.dumps(row))
+    loading = {
+        "tokenizer": tokenizer, "default_env_class": "addition", "chat_template_kwargs": {"mood": "loud"},
+    }  # fmt: skip
+    (prompt,) = load_prompts([str(file)], max_prompt_length=len(expected), **loading).prompts
+    with pytest.raises(ValueError, match=f"the shortest prompt has {len(expected)}"):
+        load_prompts([str(file)], max_prompt_length=len(expected) - 1, **loading)
+    assert ChatTemplate(tokenizer, {"mood": "loud"}).for_row(prompt.extras).prompt_ids([QUESTION]) == expected
+    reader = ExampleReader(tokenizer, "all", {"mood": "loud"}, 4096)
+    ids, _ = reader.tokens({"messages": TURNS, "chat_template_kwargs": given, "tools": CLOCK})
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(TURNS, tokenize=False, **options)
+
+
+def test_variables_of_a_parquet_file_are_those_of_their_own_row(tmp_path):
+    rows = [{"messages": TURNS, "chat_template_kwargs": {name: True}} for name in ("loud", "calm")]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    assert [row for _, row in read_rows([str(tmp_path / "rows.parquet")])] == rows
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["loud"], "must be a mapping of .*data.columns.chat_template_kwargs=null"),
+        ("loud", "must be a mapping of the chat template's variables"),
+        ({"chat_template": "{{ 1 }}"}, "has chat_template: that is no variable of a chat template"),
+        ({"tokenize": True, "add_generation_prompt": False}, "has add_generation_prompt, tokenize: "),
+        ({"mood": b"x"}, "must have values of JSON"),
+    ],
+)
+def test_variables_of_another_kind_are_refused(given, message):
+    reader = ExampleReader(realistic_tokenizer("chatml"), "all", {}, 4096)
+    with pytest.raises(ValueError, match=f"`chat_template_kwargs` {message}"):
+        reader.tokens({"messages": TURNS, "chat_template_kwargs": given})
+
+
+def test_a_configuration_cannot_change_how_the_template_is_used():
+    with pytest.raises(ValueError, match="has add_generation_prompt: that is no variable"):
+        ChatTemplate(realistic_tokenizer("chatml"), {"add_generation_prompt": False})
+
+
 def test_a_hint_is_in_a_prompt_with_the_tools_of_its_row():
     tokenizer = tokenizer_with(LISTS_TOOLS)
     row = Prompt("0", [QUESTION], "env", {"tools": CLOCK, "answer": "rain"}, "unknown")
