@@ -29,7 +29,7 @@ class Rendezvous:
     timeout_s: float
     """Timeout of one collective; a rank whose peers died fails after it."""
     listening: socket.socket | None = None
-    """Of rank 0, in its process only: it holds the port until the store serves there. None: the port is still free."""
+    """Socket in the process of rank 0 that holds the port until the store serves there; None: nobody holds it."""
 
 
 @dataclass(frozen=True, slots=True)
