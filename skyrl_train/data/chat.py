@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import re
@@ -27,9 +28,7 @@ MESSAGES = "a list of chat messages"
 PROMPT = f"text or {MESSAGES}"
 """Values of a prompt, for errors."""
 VARIABLES = "chat_template_kwargs"
-"""Column of a row, and key of the configuration, with variables of the template."""
-_ARGUMENTS = frozenset({"add_generation_prompt", "chat_template", "continue_final_message", "tokenize"})
-"""Names that transformers' function takes, not the template."""
+"""Column of a row with variables of the template."""
 _CACHED_RENDERINGS = 4096
 _CACHED_ROWS = 64
 
@@ -70,7 +69,7 @@ class ChatTemplate:
 
     Args: kwargs: variables of the template (`generator.chat_template_kwargs`); limit: longer texts are not tokenised,
         the methods raise TooLong.
-    Raises: ValueError if the tokenizer has no chat template, or for a name that is no variable of one.
+    Raises: ValueError if the tokenizer has no chat template.
     """
 
     def __init__(
@@ -80,11 +79,6 @@ class ChatTemplate:
             raise ValueError(
                 f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template. "
                 "Put a chat_template.jinja into the model folder, or use an instruction-tuned model"
-            )
-        if taken := sorted(_ARGUMENTS & kwargs.keys()):
-            raise ValueError(
-                f"`{VARIABLES}` has {', '.join(taken)}: that is no variable of a chat template, but decides how one is "
-                "used. Remove it; to use another template, put a chat_template.jinja into the model folder"
             )
         self.tokenizer, self._limit = tokenizer, limit
         self._kwargs = dict(kwargs)
@@ -98,9 +92,9 @@ class ChatTemplate:
 
     def for_row(self, row: Mapping[str, Any]) -> ChatTemplate:
         """The template with the row's `tools` and `chat_template_kwargs`, in place of its own of the same names.
-        Raises: like `tools_text`; ValueError for variables that are no mapping.
+        Raises: like `tools_text`; ValueError for variables that are no mapping, or no variables of a template.
         """
-        tools, variables = tools_text(row.get("tools")), _variables_text(row.get(VARIABLES))
+        tools, variables = tools_text(row.get("tools")), self._variables_text(row.get(VARIABLES))
         return self._cached_of_row(tools, variables) if tools or variables else self
 
     def warn_if_tools_are_left_out(self, messages: Sequence[Message]) -> None:
@@ -203,6 +197,34 @@ class ChatTemplate:
         own = json.loads(variables or "{}") | ({"tools": json.loads(tools)} if tools else {})
         return ChatTemplate(self.tokenizer, {**self._kwargs, **own}, self._limit)
 
+    def _variables_text(self, given: object) -> str:
+        """JSON text of a row's variables, given as a mapping or its JSON text; empty for none. Without nulls, which
+        Arrow adds for variables of other rows.
+        """
+        found = given.strip() if isinstance(given, str) else given
+        if isinstance(found, str) and found:
+            with suppress(ValueError, RecursionError):
+                found = json.loads(found)
+        if not found:
+            return ""
+        if not isinstance(found, Mapping):
+            raise ValueError(
+                f"`{VARIABLES}` must be a mapping of the chat template's variables to values, or its JSON text, got "
+                f"{shortened(given)}. Remove another column of this name with data.columns.{VARIABLES}=null"
+            )
+        # Arguments that decide how a template is used, or which.
+        arguments = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys() - {"documents", "kwargs"}
+        if taken := sorted(arguments & found.keys()):
+            raise ValueError(
+                f"`{VARIABLES}` has {', '.join(taken)}: a row can only set variables of the chat template, and list "
+                "`tools` in a column of that name"
+            )
+        try:
+            known = {name: value for name, value in found.items() if value is not None}
+            return check_text(json.dumps(known, ensure_ascii=False), f"`{VARIABLES}`") if known else ""
+        except (TypeError, RecursionError) as error:
+            raise ValueError(f"`{VARIABLES}` must have values of JSON, got {shortened(given)}") from error
+
     def _render_prompt(self, key: str) -> tuple[int, ...]:
         return self.encode(self.render(json.loads(key)))
 
@@ -223,28 +245,6 @@ class ChatTemplate:
             f"the tokenizer merges each of {', '.join(ANCHORS)} with the text after it in the chat template, so "
             "the tokens of turns cannot be separated. Use a template with an end-of-turn token"
         )
-
-
-def _variables_text(given: object) -> str:
-    """JSON text of a row's variables, given as a mapping or its JSON text; empty for none. Without nulls, which Arrow
-    adds for variables of other rows.
-    """
-    found = given
-    if isinstance(given, str) and given.strip():
-        with suppress(ValueError, RecursionError):
-            found = json.loads(given)
-    if not found or (isinstance(found, str) and not found.strip()):
-        return ""
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"`{VARIABLES}` must be a mapping of the chat template's variables to values, or its JSON text, got "
-            f"{shortened(given)}. Remove another column of this name with data.columns.{VARIABLES}=null"
-        )
-    try:
-        known = {name: value for name, value in found.items() if value is not None}
-        return check_text(json.dumps(known, ensure_ascii=False, sort_keys=True), f"`{VARIABLES}`") if known else ""
-    except (TypeError, RecursionError) as error:
-        raise ValueError(f"`{VARIABLES}` must have values of JSON, got {shortened(given)}") from error
 
 
 def _after(anchor: str, text: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from skyrl_train.data.chat import ChatTemplate, check_messages
+from skyrl_train.data.chat import VARIABLES, ChatTemplate, check_messages
 from skyrl_train.data.text import Filled, shortened
 from skyrl_train.types import Group, Message, Prompt, Sample, TeacherPrompt
 
@@ -91,8 +91,8 @@ def check_template(
     """
     filled = [hinted_messages(template, prompt) for prompt in prompts]
     # The one with the most characters stands for all: rendering takes most of the time.
-    tools = [len(str(prompt.extras.get("tools") or "")) for prompt in prompts]
-    sizes = [sum(map(_num_characters, messages)) + own for messages, own in zip(filled, tools, strict=True)]
+    own = [sum(len(str(prompt.extras.get(name) or "")) for name in ("tools", VARIABLES)) for prompt in prompts]
+    sizes = [sum(map(_num_characters, messages)) + extra for messages, extra in zip(filled, own, strict=True)]
     longest = max(range(len(sizes)), key=sizes.__getitem__)
     length = len(chat.for_row(prompts[longest].extras).prompt_ids(filled[longest]))
     if length + (max_response or 1) > max_tokens:

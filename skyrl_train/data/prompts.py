@@ -14,6 +14,7 @@ from skyrl_train.data.location import Location
 from skyrl_train.data.mapping import RowMapping
 from skyrl_train.data.rows import columns, read_rows, without_empty_fields
 from skyrl_train.data.text import MIN_CHARACTERS, TextLimit, TooLong, shortened
+from skyrl_train.data.tool_calls import tools_text
 from skyrl_train.types import Prompt
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def _lengths(prompts: Sequence[Prompt], chat: ChatTemplate, limit: TextLimit) ->
             continue
         except ValueError as error:
             raise ValueError(f"{prompt.location}: {error}") from error
-        if prompt.extras.get("tools") and not has_tools:
+        if not has_tools and tools_text(prompt.extras.get("tools")):
             has_tools = True
             own.warn_if_tools_are_left_out(prompt.messages)
         if len(together) == TOKENISED_TOGETHER or sum(map(len, together.values())) + len(text) > MIN_CHARACTERS:

@@ -16,6 +16,7 @@ from skyrl_train.data.conversation import Conversations
 from skyrl_train.data.mapping import RowMapping
 from skyrl_train.data.rows import columns, read_rows, without_empty_fields
 from skyrl_train.data.text import TextLimit, TooLong, check_text, encode_after
+from skyrl_train.data.tool_calls import tools_text
 from skyrl_train.types import Example, Message
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class ExampleReader:
         except ValueError as error:
             raise ValueError(f"invalid `{column}`: {error}") from error
         chat = self._chat.for_row(row)
-        if row.get("tools") and not self._has_rendered_tools:
+        if not self._has_rendered_tools and tools_text(row.get("tools")):
             self._has_rendered_tools = True
             chat.warn_if_tools_are_left_out(messages)
         return Conversations(chat, self._tokenizer.eos_token_id, turns).tokens(messages, is_cut)

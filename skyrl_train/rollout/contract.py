@@ -99,7 +99,7 @@ class Engines:
         return self._config
 
     def for_a_rollout(self, prompt: Prompt) -> Engines:
-        """A new object for one rollout, whose chat template lists the tools of the prompt's row."""
+        """A new object for one rollout, whose chat template has the tools and variables of the prompt's row."""
         engines = copy.copy(self)
         engines.chat = self.chat.for_row(prompt.extras)
         engines._num_requests, engines.error = 0, None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,10 +45,7 @@ def get_response_ids_and_loss_mask_from_messages(
     """
     from skyrl_train.data.chat import ChatTemplate  # and transformers, which a program that starts Ray does not need
 
-    if chat_template is not None:
-        tokenizer = copy.copy(tokenizer)
-        tokenizer.chat_template = chat_template
-    chat = ChatTemplate(tokenizer, {})
+    chat = ChatTemplate(tokenizer, {} if chat_template is None else {"chat_template": chat_template})
     start = chat.render(BEFORE, add_generation_prompt=False)
     header = chat.encode(chat.render(BEFORE)[len(start) :])
     ids: list[int] = []

@@ -127,8 +127,8 @@ def test_tools_of_a_parquet_file_have_no_fields_of_other_rows(tmp_path):
 
 def test_a_template_without_tools_is_named_once(caplog):
     reader = ExampleReader(realistic_tokenizer("chatml"), "all", {}, 4096)
-    for _ in range(2):
-        reader.tokens({"messages": TURNS, "tools": WEATHER})
+    for tools in ("[]", " ", WEATHER, WEATHER):  # the first two list none
+        reader.tokens({"messages": TURNS, "tools": tools})
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and "leaves out the rows' `tools`" in record.message
 
@@ -189,8 +189,8 @@ def test_variables_of_a_parquet_file_are_those_of_their_own_row(tmp_path):
     [
         (["loud"], "must be a mapping of .*data.columns.chat_template_kwargs=null"),
         ("loud", "must be a mapping of the chat template's variables"),
-        ({"chat_template": "{{ 1 }}"}, "has chat_template: that is no variable of a chat template"),
-        ({"tokenize": True, "add_generation_prompt": False}, "has add_generation_prompt, tokenize: "),
+        ({"chat_template": "{{ 1 }}"}, "has chat_template: a row can only set variables of the chat template"),
+        ({"tokenize": True, "return_dict": False, "tools": CLOCK}, "has return_dict, tokenize, tools: "),
         ({"mood": b"x"}, "must have values of JSON"),
     ],
 )
@@ -200,9 +200,12 @@ def test_variables_of_another_kind_are_refused(given, message):
         reader.tokens({"messages": TURNS, "chat_template_kwargs": given})
 
 
-def test_a_configuration_cannot_change_how_the_template_is_used():
-    with pytest.raises(ValueError, match="has add_generation_prompt: that is no variable"):
-        ChatTemplate(realistic_tokenizer("chatml"), {"add_generation_prompt": False})
+def test_nested_variables_of_a_row_keep_their_order():
+    tokenizer = tokenizer_with("{{ form | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    form = {"type": "object", "properties": {"b": 1, "a": 2}}
+    rendered = ChatTemplate(tokenizer, {}).for_row({"chat_template_kwargs": {"form": form}}).render([QUESTION])
+    assert rendered == tokenizer.apply_chat_template([QUESTION], tokenize=False, form=form)
+    assert rendered.index('"b"') < rendered.index('"a"')
 
 
 def test_a_hint_is_in_a_prompt_with_the_tools_of_its_row():
