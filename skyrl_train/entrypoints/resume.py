@@ -68,12 +68,15 @@ def identities(trainer: TrainingConfig, model_folder: str) -> dict[str, Any]:
     has_frozen = has_frozen_weights(trainer.policy.model.lora, trainer.policy.megatron_config)
     found = identity(model_folder, has_frozen_weights=has_frozen)
     found["frozen"] = {}
-    for model in _frozen(trainer):
+    for model, on_ranks in _frozen(trainer):
         folder = local_folder(model.model_path)
         try:
             own = identity(folder, has_frozen_weights=True)
-        except ValueError:  # engines also load other files than safetensors
-            own = identity(folder, has_frozen_weights=False)
+        except ValueError as error:
+            if on_ranks:
+                raise
+            log.warning("a resumed run could not recognise the weights of %s %s: %s", model.path_key, folder, error)
+            own = identity(folder, has_frozen_weights=False)  # engines also load other files
         found["frozen"][model.path_key] = own | {"path": seen_from_anywhere(model.model_path)}
     return found
 
@@ -144,18 +147,20 @@ def _require_settings(chosen: Checkpoint, trainer: TrainingConfig) -> None:
         )
 
 
-def _frozen(trainer: TrainingConfig) -> tuple[ScoringModel, ...]:
-    """The reference and teachers that have their own ranks or engines."""
-    return (*trainer.frozen_models, *trainer.engine_teachers) if isinstance(trainer, TrainerConfig) else ()
+def _frozen(trainer: TrainingConfig) -> list[tuple[ScoringModel, bool]]:
+    """The reference and teachers that the run starts, and whether they have ranks, not engines."""
+    if not isinstance(trainer, TrainerConfig):
+        return []
+    return [*((model, True) for model in trainer.frozen_models), *((model, False) for model in trainer.engine_teachers)]
 
 
 def _require_frozen(chosen: Checkpoint, trainer: TrainingConfig) -> None:
     """By default a reference has the policy's path, which may change where all weights are trained."""
     older = {"trainer.ref.model.path": chosen.state.model.get("reference")}
     kept = chosen.state.model.get("frozen", older)
-    for model in _frozen(trainer):
+    for model, on_ranks in _frozen(trainer):
         own, key, kind = kept.get(model.path_key), model.path_key, "teacher" if model.is_teacher else model.name
-        if own is not None and (difference := change(own, local_folder(model.model_path))):
+        if own is not None and (difference := change(own, local_folder(model.model_path), on_ranks=on_ranks)):
             raise ValueError(
                 f"cannot resume from checkpoint {chosen.folder}: the {kind} of its run was {own['path']}, and "
                 f"{key} {model.model_path} {difference}. The objective would change. Set {key} to "

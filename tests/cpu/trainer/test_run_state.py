@@ -585,9 +585,10 @@ def test_a_teacher_that_only_engines_know_is_compared_by_its_configuration_and_i
     save(run, 4, model=identities(run, str(source)))
     (teacher / "config.json").write_text(json.dumps(config | {"pad_token_id": 1}))
     assert chosen_checkpoint(run, NUM_ROWS) is not None, "a field that is not computed with"
-    (teacher / "config.json").write_text(json.dumps(config | {"hidden_size": 16}))
-    with pytest.raises(ValueError, match="the teacher of its run was .*hidden_size is 16, was 8"):
-        chosen_checkpoint(run, NUM_ROWS)
+    for other in ({"hidden_size": 16}, {"quantization_config": {"bits": 4}}):
+        (teacher / "config.json").write_text(json.dumps(config | other))
+        with pytest.raises(ValueError, match="the teacher of its run was .*(hidden_size is 16, was 8|bits)"):
+            chosen_checkpoint(run, NUM_ROWS)
 
 
 def test_the_reference_of_adapters_is_the_policys_model(tmp_path: Path):
