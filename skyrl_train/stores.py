@@ -60,7 +60,9 @@ def serve_store(listening: socket.socket, host: str, timeout_s: float, world_siz
 
 
 def join_store(rendezvous: Rendezvous) -> dist.Store:
-    """The store of a worker group: served by rank 0, joined by the others within the timeout."""
+    """The store of a worker group, which rank 0 serves. The others wait until it does, or has closed its socket: the
+    caller sets the deadline.
+    """
     import torch.distributed as dist
 
     address, port, size = rendezvous.address, rendezvous.port, rendezvous.world_size

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from skyrl_train.megatron.passes.head import Head
 from skyrl_train.megatron.passes.logprobs import Softmax
 from skyrl_train.ranks import Rendezvous
+from skyrl_train.stores import join_store
 
 GIB = 2**30
 
@@ -42,9 +43,7 @@ class HeadUse:
 
 def measure(rendezvous: Rendezvous, job: HeadJob) -> list[HeadUse]:
     torch.cuda.set_device(rendezvous.rank)
-    dist.init_process_group(
-        "nccl", init_method=f"tcp://{rendezvous.address}:{rendezvous.port}", rank=rendezvous.rank, world_size=1
-    )
+    dist.init_process_group("nccl", store=join_store(rendezvous), rank=rendezvous.rank, world_size=1)
     weight = torch.randn(job.vocabulary, job.hidden, dtype=torch.bfloat16, device="cuda") / job.hidden**0.5
     weight.requires_grad_()
     weight.main_grad = torch.zeros_like(weight, dtype=torch.float32, requires_grad=False)  # type: ignore[attr-defined]

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from skyrl_train.ranks import Rendezvous
+from skyrl_train.stores import join_store
 
 GIB = 2**30
 SENT_BYTES = 64 << 20
@@ -59,7 +60,7 @@ def live(rendezvous: Rendezvous, given: tuple[int, int | None]) -> list[Stage]:
     stages = [Stage("context", outside())]
     dist.init_process_group(
         "nccl" if device_type() == "cuda" else "gloo",
-        init_method=f"tcp://{rendezvous.address}:{rendezvous.port}",
+        store=join_store(rendezvous),
         rank=rank,
         world_size=world_size,
     )

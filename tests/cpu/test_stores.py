@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from skyrl_train.cluster.ranks.rank import Rank
 from skyrl_train.config import load_config
 from skyrl_train.megatron.model.parallel import join
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
@@ -52,6 +54,17 @@ def test_nobody_can_take_the_port_of_a_group_before_its_store_serves_there():
         listen("127.0.0.1", port)
     rendezvous = Rendezvous(rank=0, world_size=1, address="127.0.0.1", port=port, timeout_s=10, listening=listening)
     join_store(rendezvous).set("a", "b")
+
+
+def test_ranks_do_not_wait_for_a_store_that_rank_0_could_not_serve():
+    rank = Rank()
+    address, port = rank.listen(on_one_node=True)
+    rendezvous = Rendezvous(rank=0, world_size=2, address=address, port=port, timeout_s=10)
+    with socket.create_connection((address, port), timeout=10) as other:  # as another rank does
+        with pytest.raises(TypeError):
+            rank.build("skyrl_train.megatron.policy:MegatronPolicy", rendezvous, {"unknown": 1})
+        with contextlib.suppress(ConnectionResetError):
+            assert other.recv(1) == b"", "its connection was closed"
 
 
 def test_the_store_of_one_rank_waits_for_nobody():

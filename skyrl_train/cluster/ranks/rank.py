@@ -5,6 +5,7 @@ Imports torch in functions: the driver starts the engines that share a rank's de
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -69,7 +70,10 @@ class Rank:
         torch.set_num_threads(1)
         with megatron_imports():
             worker = resolve_name(entry_point)
-        self._worker = worker(replace(rendezvous, listening=self._listening), **kwargs)
+        with contextlib.ExitStack() as held:
+            if self._listening is not None:  # if this fails, the others must not wait for a store that nobody serves
+                held.enter_context(self._listening)
+            self._worker = worker(replace(rendezvous, listening=self._listening), **kwargs)
         return self._worker.ranks
 
     def open_sender(

@@ -18,6 +18,7 @@ from skyrl_train.megatron.passes.head import Head
 from skyrl_train.megatron.passes.logprobs import Softmax
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous
+from skyrl_train.stores import join_store
 
 VOCABULARY, HIDDEN, TEMPERATURE = 53, 24, 0.7
 
@@ -131,7 +132,7 @@ def test_the_gradient_is_added_to_megatrons_buffer_once():
 def _on_a_rank(rendezvous: Rendezvous, size: int) -> Any:
     dist.init_process_group(
         "gloo",
-        init_method=f"tcp://{rendezvous.address}:{rendezvous.port}",
+        store=join_store(rendezvous),
         rank=rendezvous.rank,
         world_size=rendezvous.world_size,
     )
