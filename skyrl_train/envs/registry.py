@@ -81,7 +81,7 @@ def check_creator(env_class: str) -> None:
             f"the environment is {env_class!r}: it is created as {name}({called}), and takes {signature}: {error}. "
             f"Define {'__init__(self, ' if isinstance(creator, type) else f'{name}('}{', '.join(arguments)})"
         ) from error
-    if getattr(creator, "step", None) is BaseTextEnv.step:
+    if isinstance(creator, type) and getattr(creator, "step", None) in (None, skyrl_gym.Env.step, BaseTextEnv.step):
         raise ValueError(
             f"the environment is {env_class!r}: {creator.__name__} defines no step. Define step(self, action), which "
             "returns a BaseTextEnvStepOutput"

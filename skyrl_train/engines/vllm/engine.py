@@ -169,10 +169,13 @@ class VllmEngine:
         if "weights" in self._asleep:
             raise WeightSyncError("wake the engine's weights before a weight update: they have no memory")
         if self._settings.generator.pause_mode == "wait":
-            await self.pause()  # vLLM's core answers nothing else while requests end
+            await self.pause()  # the core steps on until all requests have ended
             await self._weights.start()
-        else:  # at once: the core takes them in this order, and each answer waits for this busy process
-            await asyncio.gather(self.pause(), self._weights.start())
+            return
+        # At once: the core takes them in this order, and each answer waits for this busy process.
+        for result in await asyncio.gather(self.pause(), self._weights.start(), return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
 
     async def update_weights(self, message: ControlMessage) -> None:
         await self._weights.load(message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -377,3 +378,19 @@ def test_connecting_without_receivers_fails_within_the_deadline():
     with pytest.raises(WeightSyncError, match="not all senders and receivers of weights joined within 2 s"):
         sender.connect()
     assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize(("spin_s", "naps"), [(0.0, []), (0.0045, [0.0] * 5)])
+def test_a_wait_sleeps_only_after_it_has_polled_for_a_while(
+    spin_s: float, naps: list[float], monkeypatch: pytest.MonkeyPatch
+):
+    now, slept = 0.0, list[float]()
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        slept.append(seconds)
+        now += seconds or 0.001
+
+    monkeypatch.setattr(broadcast_group, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    broadcast_group.wait_until(lambda: now > 0.0095, 0.002, 10, "late", lambda: None, spin_s)
+    assert slept[: len(naps)] == naps and set(slept[len(naps) + 1 :]) == {0.002}

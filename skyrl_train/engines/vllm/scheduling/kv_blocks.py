@@ -81,9 +81,10 @@ def skip_needless_resets(pool: BlockPool) -> None:
     reset: Callable[[], bool] = pool.reset_prefix_cache
 
     def reset_if_needed() -> bool:
-        has_cached = len(pool.cached_block_hash_to_block) > 0 or pool.enable_kv_cache_events
+        has_cached = len(pool.cached_block_hash_to_block) > 0
         is_held = pool.get_num_free_blocks() < pool.num_gpu_blocks - 1  # all but the null block
-        return reset() if has_cached or is_held else True
+        tells = pool.enable_kv_cache_events or pool.metrics_collector or getattr(pool, "_reuse_watchers", None)
+        return reset() if has_cached or is_held or tells else True
 
     pool.reset_prefix_cache = reset_if_needed  # type: ignore[method-assign]
 
