@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from skyrl_train.data.text import ANCHORS, TextLimit, TooLong, check_text, encode_after, shortened
+from skyrl_train.data.text import (
+    ANCHORS,
+    TextLimit,
+    TooLong,
+    check_text,
+    encode_after,
+    from_json,
+    json_text,
+    shortened,
+)
 from skyrl_train.data.tool_calls import check_tool_calls, rendered, tools_text
 from skyrl_train.types import Message
 
@@ -201,11 +210,7 @@ class ChatTemplate:
         """JSON text of a row's variables, given as a mapping or its JSON text; empty for none. Without nulls, which
         Arrow adds for variables of other rows.
         """
-        found = given.strip() if isinstance(given, str) else given
-        if isinstance(found, str) and found:
-            with suppress(ValueError, RecursionError):
-                found = json.loads(found)
-        if not found:
+        if not (found := from_json(given)):
             return ""
         if not isinstance(found, Mapping):
             raise ValueError(
@@ -219,11 +224,8 @@ class ChatTemplate:
                 f"`{VARIABLES}` has {', '.join(taken)}: a row can only set variables of the chat template, and list "
                 "`tools` in a column of that name"
             )
-        try:
-            known = {name: value for name, value in found.items() if value is not None}
-            return check_text(json.dumps(known, ensure_ascii=False), f"`{VARIABLES}`") if known else ""
-        except (TypeError, RecursionError) as error:
-            raise ValueError(f"`{VARIABLES}` must have values of JSON, got {shortened(given)}") from error
+        known = {name: value for name, value in found.items() if value is not None}
+        return json_text(known, f"`{VARIABLES}`") if known else ""
 
     def _render_prompt(self, key: str) -> tuple[int, ...]:
         return self.encode(self.render(json.loads(key)))

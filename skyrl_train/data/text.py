@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from string import Formatter
 from typing import TYPE_CHECKING, Any
@@ -53,6 +55,23 @@ class TextLimit:
                 f"token has {self.longest_token} characters). Shorten it",
                 -(-len(text) // self.longest_token),
             )
+
+
+def from_json(given: object) -> Any:
+    """What a column holds: a value, or its JSON text. A text that is no JSON is returned without blanks around it."""
+    if not isinstance(given, str) or not (text := given.strip()):
+        return None if isinstance(given, str) else given
+    with suppress(ValueError, RecursionError):
+        return json.loads(text)
+    return text
+
+
+def json_text(value: object, name: str) -> str:
+    """JSON text of a value. Raises: ValueError that begins with the name if JSON or UTF-8 cannot represent it."""
+    try:
+        return check_text(json.dumps(value, ensure_ascii=False), name)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"{name} must have values of JSON, got {shortened(value)}") from error
 
 
 class Filled(Formatter):

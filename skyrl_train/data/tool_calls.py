@@ -9,7 +9,7 @@ from contextlib import suppress
 from itertools import product
 from typing import Any, TypeVar
 
-from skyrl_train.data.text import check_text, shortened
+from skyrl_train.data.text import from_json, json_text, shortened
 from skyrl_train.types import Message
 
 FORMS = [*product((False, True), ("", None))]
@@ -26,10 +26,7 @@ def check_tool_calls(calls: object, name: str) -> None:
             raise ValueError(
                 f'{name} must be a list of {{"function": {{"name": ..., "arguments": ...}}}}, got {shortened(calls)}'
             )
-    try:
-        check_text(json.dumps(calls, ensure_ascii=False), name)
-    except (TypeError, RecursionError) as error:
-        raise ValueError(f"{name} must have values of JSON, got {shortened(calls)}") from error
+    json_text(calls, name)
 
 
 def tools_text(tools: object) -> str:
@@ -37,21 +34,14 @@ def tools_text(tools: object) -> str:
 
     Raises: ValueError if they are not descriptions of functions.
     """
-    given = tools.strip() if isinstance(tools, str) else tools
-    if isinstance(given, str) and given:
-        with suppress(ValueError, RecursionError):
-            given = json.loads(given)
-    if not given:
+    if not (given := from_json(tools)):
         return ""
     if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
         raise ValueError(
             f'`tools` must be a list of {{"type": "function", "function": {{"name": ..., "parameters": ...}}}}, or its '
             f"JSON text, got {shortened(tools)}. Remove another column of this name with data.columns.tools=null"
         )
-    try:
-        return check_text(json.dumps(given, ensure_ascii=False), "`tools`")
-    except (TypeError, RecursionError) as error:
-        raise ValueError(f"`tools` must have values of JSON, got {shortened(tools)}") from error
+    return json_text(given, "`tools`")
 
 
 def rendered(messages: Sequence[Message], render: Callable[[list[Message]], tuple[str, Extra]]) -> tuple[str, Extra]:
