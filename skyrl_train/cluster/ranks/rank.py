@@ -70,9 +70,8 @@ class Rank:
         torch.set_num_threads(1)
         with megatron_imports():
             worker = resolve_name(entry_point)
-        with contextlib.ExitStack() as held:
-            if self._listening is not None:  # if this fails, the others must not wait for a store that nobody serves
-                held.enter_context(self._listening)
+        # If this fails, the others must not wait for a store that nobody serves.
+        with self._listening or contextlib.nullcontext():
             self._worker = worker(replace(rendezvous, listening=self._listening), **kwargs)
         return self._worker.ranks
 

@@ -30,7 +30,7 @@ from skyrl_train.weight_sync.control import Check, PeerLostError, WeightSyncErro
 
 POLL_S = 0.0002
 SPIN_S = 0.002
-"""Seconds for which a GPU is polled without sleeping: a bucket travels in 0.7 ms, and a sleep of 0.2 takes 0.26."""
+"""Seconds for which a GPU is polled without sleeping: a bucket travels in 0.7 ms, and sleeps take longer than asked."""
 CHECK_EVERY_S = 0.2
 MEETING_POLL_S = 0.02
 """Each poll is a request to the sender's store."""

@@ -208,6 +208,17 @@ def test_nested_variables_of_a_row_keep_their_order():
     assert rendered.index('"b"') < rendered.index('"a"')
 
 
+def test_the_longest_prompt_with_a_hint_is_measured_with_the_variables_of_its_row():
+    tokenizer = tokenizer_with("{{ persona }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    talker = Prompt(
+        "0", [QUESTION], "env", {"answer": "a", "chat_template_kwargs": {"persona": "kind " * 40}}, "unknown"
+    )
+    asker = Prompt("1", [{"role": "user", "content": "why " * 20}], "env", {"answer": "a"}, "unknown")
+    chat = ChatTemplate(tokenizer, {})
+    longest = check_template("Hint: {answer}", [asker, talker], chat, max_tokens=4096, max_response=8)
+    assert longest > 40, "a token for each word of the row's variable"
+
+
 def test_a_hint_is_in_a_prompt_with_the_tools_of_its_row():
     tokenizer = tokenizer_with(LISTS_TOOLS)
     row = Prompt("0", [QUESTION], "env", {"tools": CLOCK, "answer": "rain"}, "unknown")

@@ -121,6 +121,26 @@ def test_an_engine_whose_update_failed_sleeps_again_and_samples_nothing():
     asyncio.run(main())
 
 
+def test_a_pause_that_fails_is_the_error_of_an_update_and_nothing_goes_on_behind_it():
+    class Unpausable(FrozenCore):
+        async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+            raise RuntimeError("the caches could not be reset")
+
+        async def start_weight_update(self) -> None:
+            await asyncio.sleep(0.05)
+            await super().start_weight_update()
+            raise RuntimeError("and so the update could not begin")
+
+    core = Unpausable()
+
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match="the caches could not be reset"):
+            await engine_of(core).begin_weight_update()
+        assert not core.is_whole, "the other call has ended"
+
+    asyncio.run(main())
+
+
 def test_a_whole_engine_keeps_its_frozen_requests_when_it_sleeps_before_its_kv_cache_was_awake():
     core = FrozenCore()
 
