@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.policy import LoraConfig
+from skyrl_train.engines.graphs import graph_arguments
 from skyrl_train.hf.adapter import SLOT_RANKS, linear_shapes, slot_problem, targets
 from skyrl_train.ranks import free_port
 
@@ -24,8 +25,6 @@ EXTENSION = "skyrl_train.engines.vllm.worker.transfer.SyncExtension"
 SCHEDULER = "skyrl_train.engines.vllm.scheduling.scheduler.scheduler"
 ADAPTER, OWN_KV_CACHE = "skyrl_adapter", "skyrl_own_kv_cache"
 """Keys of vLLM's additional_config."""
-GRAPHS = 512
-"""The most sequences for which vLLM captures CUDA graphs by itself."""
 NUM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element of each `model_dtype`."""
 ONLINE = {"fp8": "fp8_per_channel"}
@@ -134,8 +133,9 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
     }
     if device_type == "cpu":  # vLLM (0.32) dies there when it splits the prompt of a request with its own seed
         arguments["enable_chunked_prefill"] = False
-    if not arguments["enforce_eager"] and generator.step_sequences > GRAPHS and not _chooses_graphs(generator):
-        arguments["max_cudagraph_capture_size"] = -(-generator.step_sequences // 16) * 16  # of vLLM's sizes
+    if not arguments["enforce_eager"]:
+        sequences, tokens = generator.step_sequences, arguments["max_num_batched_tokens"]
+        arguments |= graph_arguments(sequences, tokens, generator.engine_init_kwargs)
     if generator.quantization is not None:
         arguments |= quantised(generator.quantization)
     if generator.gpu_memory_utilization is not None:
@@ -172,12 +172,6 @@ def quantised(quantization: str) -> dict[str, Any]:
         # old ones (0.26, vllm#41670).
         "moe_backend": "triton",
     }
-
-
-def _chooses_graphs(generator: GeneratorConfig) -> bool:
-    """Whether the user's own arguments say which CUDA graphs are captured; vLLM rejects both."""
-    own = ("compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size")
-    return any(name in generator.engine_init_kwargs for name in own)
 
 
 def is_eager(settings: EngineSettings, device_type: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.config import load_config
+from skyrl_train.engines.graphs import graph_sizes
 from skyrl_train.engines.settings import CLOSED, engine_arguments, engine_environment, seeds_requests, set_environment
 from tests.support.settings import MIB, engine_settings
 
@@ -28,18 +29,32 @@ def test_cuda_graphs_are_used_on_gpus_unless_eager_mode_is_chosen(chosen: bool |
     assert ("TRITON_CACHE_DIR" in environment) == ("TORCHINDUCTOR_CACHE_DIR" in environment) == (not eager)
 
 
+@pytest.mark.parametrize(("sequences", "tokens"), [(1, 16), (8, 64), (100, 2048), (512, 16384), (1000, 16384)])
+def test_cuda_graphs_cover_all_decoding_and_prompts_that_join_it(sequences: int, tokens: int):
+    sizes = graph_sizes(sequences, tokens)
+    assert sizes == sorted(set(sizes)) and sequences in sizes
+    assert sizes[-1] == max(sequences, min(tokens, 2048))
+    graph_of = {step: min(size for size in sizes if size >= step) for step in range(1, sizes[-1] + 1)}
+    for step, size in graph_of.items():
+        assert size - step < (16 if step <= sequences else max(64, step / 3))
+
+
 @pytest.mark.parametrize(
-    ("values", "captured"),
+    ("values", "is_chosen"),
     [
-        ({"max_num_seqs": 512}, None),  # as many as vLLM captures by itself
-        ({"max_num_seqs": 1000}, 1008),
-        ({"max_num_seqs": 1000, "enforce_eager": True}, None),
-        ({"max_num_seqs": 1000, "engine_init_kwargs": {"cudagraph_capture_sizes": [64]}}, None),
+        ({}, True),
+        ({"enforce_eager": True}, False),
+        ({"engine_init_kwargs": {"cudagraph_capture_sizes": [64]}}, False),
+        ({"engine_init_kwargs": {"max_cudagraph_capture_size": 64}}, False),
+        ({"engine_init_kwargs": {"speculative_config": {"method": "ngram"}}}, False),
     ],
 )
-def test_cuda_graphs_cover_as_many_sequences_as_an_engine_takes(values: dict[str, Any], captured: int | None):
-    settings = engine_settings("m", "m", "float32", 8, **values)
-    assert engine_arguments(settings, "cuda").get("max_cudagraph_capture_size") == captured
+def test_graphs_are_those_that_users_choose(values: dict[str, Any], is_chosen: bool):
+    settings = engine_settings("m", "m", "float32", 8, max_num_seqs=1000, **values)
+    own = values.get("engine_init_kwargs", {})
+    found = {name: value for name, value in engine_arguments(settings, "cuda").items() if "cudagraph" in name}
+    expected = {"cudagraph_capture_sizes": graph_sizes(1000, 8000)} if is_chosen else {}
+    assert found == expected | {name: value for name, value in own.items() if "cudagraph" in name}
 
 
 def test_a_step_has_room_for_a_prompt_of_the_length_that_users_give_to_vllm():
