@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
@@ -22,6 +22,11 @@ class Weights:
     def __init__(self, core: Core, served_model_name: str, adapter: EveryRequest | None) -> None:
         self._core, self._name, self._adapter = core, served_model_name, adapter
         self._lock = asyncio.Lock()
+        self._senders = set[str]()
+        self._left = set[str]()
+        """Senders of this update whose weights have not been asked for yet."""
+        self._closing: asyncio.Task[tuple[list[Any], bool]] | None = None
+        """What `_close` returns, from when all have been."""
         self.are_complete = True
         """False from the start of an update to its end, and after `drop`."""
 
@@ -33,35 +38,58 @@ class Weights:
         """Returns when the sender has answered; for a broadcast, when all receivers have joined."""
         request = WeightTransferInitRequest(init_info={"info": info})
         await self._core.call(self._core.llm.init_weight_transfer_engine(request), "connecting the weight sync")
+        self._senders.add(info["sender"])
 
     async def start(self) -> None:
         if not self.are_complete:
             await self.close_failed()
         self.are_complete = False
+        self._left, self._closing = set(self._senders), None
         await self._core.call(self._core.llm.start_weight_update(), "starting a weight update")
 
     async def load(self, message: ControlMessage) -> None:
-        """Receive and load the tensors of one sender; senders are served in the order of their messages."""
+        """Receive and load the tensors of one sender; senders are served in the order of their messages.
+
+        The core is asked to close the update right behind the last: it need not wait until the driver knows of its end.
+        """
         async with self._lock:
-            request = WeightTransferUpdateRequest(update_info={"message": message})
-            await self._core.call(self._core.llm.update_weights(request), f"loading the weights of {message['sender']}")
+            request, sender = WeightTransferUpdateRequest(update_info={"message": message}), message["sender"]
+            call = self._core.call(self._core.llm.update_weights(request), f"loading the weights of {sender}")
+            loading = asyncio.ensure_future(call)
+            self._left.discard(sender)
+            if not self._left:
+                self._closing = asyncio.ensure_future(self._close())
+            try:
+                await loading
+            except BaseException:
+                if self._closing is not None:
+                    self._closing.cancel()
+                raise
 
     async def finish(self, policy_version: int, sent_digests: dict[str, int]) -> None:
         """Check what was received, and make vLLM use it under its version; the caller sets `are_complete`.
         Raises: WeightSyncError, also if a cached prefix of the old weights remains.
         """
-        # At once, which saves round trips: nothing runs that could fill the cache with the old weights again.
-        workers, _, is_reset, _ = await asyncio.gather(
-            self._core.ask_workers("skyrl_sync_report", "checking the weights"),
-            self._core.call(self._core.llm.finish_weight_update(), "finishing a weight update"),
-            self._core.call(self._core.llm.reset_prefix_cache(), "resetting the prefix cache"),
-            self._core.call(compat.set_weight_version(self._core.llm, policy_version), "setting the served version"),
+        closed = self._close() if self._closing is None else self._closing
+        version = self._core.call(
+            compat.set_weight_version(self._core.llm, policy_version), "setting the served version"
         )
+        (workers, is_reset), _ = await asyncio.gather(closed, version)
         check_reports(workers, sent_digests, "engine")
         if self._adapter is not None:
             await self.bind_adapter(policy_version, first=False)
         if not is_reset:
             raise WeightSyncError("the engine did not reset its prefix cache: a running request holds parts of it")
+
+    async def _close(self) -> tuple[list[Any], bool]:
+        """Returns: each worker's report, and whether the prefix cache is empty."""
+        # At once, which saves round trips: nothing runs that could fill the cache with the old weights again.
+        _, workers, is_reset = await asyncio.gather(
+            self._core.call(self._core.llm.finish_weight_update(), "finishing a weight update"),
+            self._core.ask_workers("skyrl_sync_report", "checking the weights"),
+            self._core.call(self._core.llm.reset_prefix_cache(), "resetting the prefix cache"),
+        )
+        return workers, is_reset
 
     async def bind_adapter(self, policy_version: int, *, first: bool) -> None:
         """Args: first: bind the adapter that changes nothing instead of the last one received.
