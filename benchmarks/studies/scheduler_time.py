@@ -1,9 +1,11 @@
 """Time of vLLM's scheduler for each request and step, and of the engines' (engines/vllm/scheduling/plain_steps.py).
 
-    python -m benchmarks.studies.scheduler_time [--requests 512] [--steps 400]
+    python -m benchmarks.studies.scheduler_time [--requests 512] [--steps 400] [--turnover]
 
 No model runs: the scheduler of an engine is called as its core calls it, with outputs of one token for each request.
-Prompts of 128 tokens, eight requests with each. Prints microseconds of `schedule` and `update_from_output`.
+Prompts of 128 tokens, eight requests with each, which decode in all steps; with --turnover those of one prompt end in
+each step, and those of another come. Prints microseconds of `schedule` and `update_from_output`, and the share of steps
+in which requests join.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from skyrl_train.engines.vllm.scheduling.scheduler import KeepsLogprobsAsync
 BLOCK, NUM_BLOCKS, PROMPT_TOKENS, SAMPLES, WARM_UP = 16, 40_000, 128, 8, 30
 
 
-def scheduler(kind: Any, folder: str, requests: int, steps: int) -> Any:
+def scheduler(kind: Any, folder: str, requests: int, steps: int, *, turnover: bool) -> Any:
     longest = PROMPT_TOKENS + steps + 2
     config = EngineArgs(
         model=folder,
@@ -58,14 +60,16 @@ def scheduler(kind: Any, folder: str, requests: int, steps: int) -> Any:
         block_size=BLOCK,
         log_stats=False,
     )
-    hasher = get_request_block_hasher(BLOCK, sha256)
-    params = SamplingParams(
-        max_tokens=steps + 1, logprobs=0, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
-    )
     for number in range(requests):
-        prompt = [3 * (number // SAMPLES) + k for k in range(PROMPT_TOKENS)]
-        made.add_request(Request(str(number), prompt, params, None, block_hasher=hasher, arrival_time=float(number)))
+        add_request(made, number, WARM_UP + number // SAMPLES if turnover else steps + 1)
     return made
+
+
+def add_request(made: Any, number: int, tokens: int) -> None:
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    params = SamplingParams(max_tokens=tokens, logprobs=0, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
+    prompt = [3 * (number // SAMPLES) + k for k in range(PROMPT_TOKENS)]
+    made.add_request(Request(str(number), prompt, params, None, block_hasher=hasher, arrival_time=float(number)))
 
 
 def output(made: Any, step: Any) -> ModelRunnerOutput:
@@ -84,10 +88,12 @@ def output(made: Any, step: Any) -> ModelRunnerOutput:
     )
 
 
-def microseconds(made: Any, steps: int) -> tuple[float, float]:
-    """Of `schedule` and of `update_from_output`, for each request and step after the warm-up."""
+def measured(made: Any, requests: int, steps: int) -> tuple[float, float, float]:
+    """Microseconds of `schedule` and of `update_from_output` for each request and step after the warm-up, and the share
+    of steps in which requests join. A request that ends is replaced.
+    """
     schedule_s = update_s = 0.0
-    num_requests, in_flight = 0, deque[Any]()
+    num_requests, num_joining, added, in_flight = 0, 0, requests, deque[Any]()
     gc.collect()
     gc.freeze()
     for number in range(steps):
@@ -99,26 +105,36 @@ def microseconds(made: Any, steps: int) -> tuple[float, float]:
             continue
         done, tokens = in_flight.popleft()
         begun = time.perf_counter()
-        made.update_from_output(done, tokens)
+        by_client = made.update_from_output(done, tokens)
         if number >= WARM_UP:
             update_s += time.perf_counter() - begun
             schedule_s += scheduled - before
             num_requests += len(done.num_scheduled_tokens)
-    return 1e6 * schedule_s / num_requests, 1e6 * update_s / num_requests
+            num_joining += bool(step.scheduled_new_reqs)
+        ended = [each for some in by_client.values() for each in some.outputs if each.finish_reason is not None]
+        for _ in ended:
+            add_request(made, added, requests // SAMPLES)
+            added += 1
+    return 1e6 * schedule_s / num_requests, 1e6 * update_s / num_requests, num_joining / (steps - WARM_UP)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--turnover", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         config = model_config("qwen3-0.6b")
         config.architectures = ["Qwen3ForCausalLM"]
         config.save_pretrained(Path(folder))
         for kind in (AsyncScheduler, KeepsLogprobsAsync):
-            schedule, update = microseconds(scheduler(kind, folder, args.requests, args.steps), args.steps)
-            print(f"{kind.__name__:18} schedule {schedule:.2f}  update_from_output {update:.2f}  both {schedule + update:.2f} us")
+            made = scheduler(kind, folder, args.requests, args.steps, turnover=args.turnover)
+            schedule, update, joining = measured(made, args.requests, args.steps)
+            print(
+                f"{kind.__name__:18} schedule {schedule:.2f}  update_from_output {update:.2f}  both "
+                f"{schedule + update:.2f} us; requests join in {joining:.0%} of the steps"
+            )
 
 
 if __name__ == "__main__":

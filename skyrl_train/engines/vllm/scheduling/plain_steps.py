@@ -4,7 +4,8 @@ vLLM's scheduler (0.26 to 0.33) passes every request through code for prefills, 
 and pauses: more time for each step of 512 requests than the GPU needs for a model of 0.6 billion parameters
 (benchmarks/studies/scheduler_time.py). Here what decides about the next step is held in arrays over all requests
 (decode_batch.py), and vLLM's objects are only advanced by a token. Whatever is not plain is left to vLLM: the schedule
-of a step with something else in it, and the tokens after which a request may end. The schedules are those of vLLM.
+of a step with something else in it, and the tokens after which a request may end. The schedules are those
+of vLLM, but requests that wait may join in a later step (joining.py).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request, RequestStatus
 
 from skyrl_train.engines.vllm.scheduling.decode_batch import STALE, Bools, DecodeBatch, Ints, at, continues, picked
+from skyrl_train.engines.vllm.scheduling.joining import Joining
 from skyrl_train.engines.vllm.scheduling.kept_logprobs import KeptLogprobs, Part, StepLogprobs, joined
 from skyrl_train.engines.vllm.scheduling.kv_blocks import has_one_kind_of_block
 
@@ -66,6 +68,7 @@ class PlainSteps:
         self._manager = scheduler.kv_cache_manager
         (self._group,) = self._manager.coordinator.single_type_managers
         self._is_async = isinstance(scheduler, AsyncScheduler)
+        self._joining = Joining()
         self._batch: DecodeBatch | None = None
         """None if a step of vLLM may have changed requests since."""
         self._running: list[Request] = []
@@ -80,6 +83,7 @@ class PlainSteps:
         if batch is None or len(growing) > self._manager.block_pool.get_num_free_blocks():
             self._batch = None
             self._num_other += 1
+            self._joining.reset()
             return schedule()
         scheduler, computed = self._scheduler, batch.table["computed"].copy()
         new_blocks = self._new_blocks(batch, growing)
@@ -116,8 +120,11 @@ class PlainSteps:
         scheduler, batch = self._scheduler, self._batch
         running = scheduler.running
         limit = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
-        is_full = len(running) + scheduler.num_waiting_for_streaming_input >= limit
-        if scheduler._pause_state != PauseState.UNPAUSED or not (is_full or scheduler.get_request_counts()[1] == 0):
+        num_free = max(0, limit - len(running) - scheduler.num_waiting_for_streaming_input)
+        num_ready = min(num_free, scheduler.get_request_counts()[1])
+        if scheduler._pause_state != PauseState.UNPAUSED:
+            return None
+        if num_ready and not self._joining.is_held(len(running), num_ready):
             return None
         if batch is not None and running != self._running:
             left = [request for request in self._running if request.status is RequestStatus.RUNNING]
