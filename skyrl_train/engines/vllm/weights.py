@@ -24,7 +24,7 @@ class Weights:
         self._lock = asyncio.Lock()
         self._senders = set[str]()
         self._left = set[str]()
-        """Senders of this update whose weights have not been asked for yet."""
+        """Senders of this update whose weights have not been loaded."""
         self._closing: asyncio.Task[tuple[list[Any], bool]] | None = None
         """What `_close` returns, from when all have been."""
         self.are_complete = True
@@ -41,30 +41,27 @@ class Weights:
         self._senders.add(info["sender"])
 
     async def start(self) -> None:
+        self._left, self._closing = set(self._senders), None
         if not self.are_complete:
             await self.close_failed()
         self.are_complete = False
-        self._left, self._closing = set(self._senders), None
         await self._core.call(self._core.llm.start_weight_update(), "starting a weight update")
 
     async def load(self, message: ControlMessage) -> None:
-        """Receive and load the tensors of one sender; senders are served in the order of their messages.
-
-        The core is asked to close the update right behind the last: it need not wait until the driver knows of its end.
-        """
+        """Receive and load the tensors of one sender; senders are served in the order of their messages."""
+        sender = message["sender"]
         async with self._lock:
-            request, sender = WeightTransferUpdateRequest(update_info={"message": message}), message["sender"]
-            call = self._core.call(self._core.llm.update_weights(request), f"loading the weights of {sender}")
-            loading = asyncio.ensure_future(call)
-            self._left.discard(sender)
-            if not self._left:
-                self._closing = asyncio.ensure_future(self._close())
+            request = WeightTransferUpdateRequest(update_info={"message": message})
             try:
-                await loading
+                await self._core.call(self._core.llm.update_weights(request), f"loading the weights of {sender}")
             except BaseException:
-                if self._closing is not None:
-                    self._closing.cancel()
+                self._senders.clear()  # a failed update ends the connections to all of them
                 raise
+            is_last = self._left == {sender}
+            self._left.discard(sender)
+            if is_last:  # at once: the core need not wait until the driver knows of it
+                self._closing = asyncio.ensure_future(self._close())
+                self._closing.add_done_callback(_note_error)
 
     async def finish(self, policy_version: int, sent_digests: dict[str, int]) -> None:
         """Check what was received, and make vLLM use it under its version; the caller sets `are_complete`.
@@ -113,3 +110,9 @@ class Weights:
     async def restore(self) -> None:
         """To be called when that memory is mapped again."""
         await self._core.ask_workers("skyrl_restore_unsynced", "restoring tensors that no update brings")
+
+
+def _note_error(task: asyncio.Task[Any]) -> None:
+    """Retrieve an error that `finish` does not raise if another engine has failed: asyncio would complain."""
+    if not task.cancelled():
+        task.exception()
