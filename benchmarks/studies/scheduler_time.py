@@ -3,9 +3,9 @@
     python -m benchmarks.studies.scheduler_time [--requests 512] [--steps 400] [--turnover]
 
 No model runs: the scheduler of an engine is called as its core calls it, with outputs of one token for each request.
-Prompts of 128 tokens, eight requests with each, which decode in all steps; with --turnover those of one prompt end in
-each step, and those of another come. Prints microseconds of `schedule` and `update_from_output`, and the share of steps
-in which requests join.
+Prompts of 128 tokens, eight requests with each, which decode in all steps; with --turnover the requests of one prompt
+end in each step, and those of another arrive. Prints microseconds of `schedule` and `update_from_output` per request and
+step, the share of steps in which requests join, and the mean number of requests of a step.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def output(made: Any, step: Any) -> ModelRunnerOutput:
     )
 
 
-def measured(made: Any, requests: int, steps: int) -> tuple[float, float, float]:
-    """Microseconds of `schedule` and of `update_from_output` for each request and step after the warm-up, and the share
-    of steps in which requests join. A request that ends is replaced.
+def measured(made: Any, requests: int, steps: int) -> tuple[float, float, float, float]:
+    """Microseconds of `schedule` and of `update_from_output` for each request and step after the warm-up, the share of
+    steps in which requests join, and the requests of a step. A request that ends is replaced.
     """
     schedule_s = update_s = 0.0
     num_requests, num_joining, added, in_flight = 0, 0, requests, deque[Any]()
@@ -115,7 +115,9 @@ def measured(made: Any, requests: int, steps: int) -> tuple[float, float, float]
         for _ in ended:
             add_request(made, added, requests // SAMPLES)
             added += 1
-    return 1e6 * schedule_s / num_requests, 1e6 * update_s / num_requests, num_joining / (steps - WARM_UP)
+    counted = steps - WARM_UP
+    times = 1e6 * schedule_s / num_requests, 1e6 * update_s / num_requests
+    return *times, num_joining / counted, num_requests / counted
 
 
 def main() -> None:
@@ -130,10 +132,10 @@ def main() -> None:
         config.save_pretrained(Path(folder))
         for kind in (AsyncScheduler, KeepsLogprobsAsync):
             made = scheduler(kind, folder, args.requests, args.steps, turnover=args.turnover)
-            schedule, update, joining = measured(made, args.requests, args.steps)
+            schedule, update, joining, running = measured(made, args.requests, args.steps)
             print(
                 f"{kind.__name__:18} schedule {schedule:.2f}  update_from_output {update:.2f}  both "
-                f"{schedule + update:.2f} us; requests join in {joining:.0%} of the steps"
+                f"{schedule + update:.2f} us; requests join in {joining:.0%} of the steps, of {running:.1f} requests"
             )
 
 

@@ -1,38 +1,43 @@
-"""When new requests join many that decode: several at a time.
+"""When requests that wait join many that decode: several at a time.
 
-A step in which prompts join costs about one step of decoding more: vLLM's scheduler and worker look at every request,
-and there is no CUDA graph for the whole of it (21 to 27 ms instead of 12 with 500 requests of a model of 0.6 billion
-parameters on an H200, docs/readings/gpu_performance.md). Where responses end one group after another, as in streaming
+A step in which prompts join takes about as long as two of decoding: vLLM's scheduler and worker look at every request,
+and no CUDA graph covers the whole step (21 to 27 ms instead of 12 with 500 requests of Qwen3-0.6B's shape on an H200,
+docs/readings/gpu_performance.md#whole-steps-beside-trl). Where responses end one group after another, as in streaming
 and in rollouts of several turns, that would be nearly every step.
 """
 
 from __future__ import annotations
 
 MANY = 128
-"""With fewer running requests, new ones join at once."""
-IDLE_SHARE = 0.25
-"""They join when the requests that wait could have decoded this many tokens per running request. If L is the number of
-steps of a request, that is every sqrt(2 * IDLE_SHARE * L)th step, where they end evenly: the best for a joining that
-costs IDLE_SHARE steps, and near it for one that costs a tenth of that or four times as much.
+"""With fewer running requests, others join at once."""
+SHARE = 0.25
+"""They also join at once if more slots than this share of the running requests are free. Held requests join when they
+have missed as many tokens as this share of the running requests decode in a step. If requests take L steps and end
+evenly, that is every sqrt(L / 2)th step, and free slots cost 1.6 % of the tokens for L = 500.
 """
 LONGEST = 16
-"""Steps for which a request is held at most."""
+"""Steps for which requests are held at most."""
 
 
 class Joining:
-    """Holds the requests that wait for a step, which would then be one of decoding alone."""
+    """Decides in which steps waiting requests may join, and holds them in the others, which only decode."""
 
     def __init__(self) -> None:
-        self._num_held, self._num_idle = 0, 0
+        self._num_held, self._num_missed = 0, 0
 
-    def is_held(self, num_running: int, num_ready: int) -> bool:
-        """Whether the next step is made without new requests.
-        Args: num_ready: of those that wait and have a free slot, at least 1.
+    def joins(self, num_running: int, num_free: int, num_waiting: int) -> bool:
+        """Whether requests that wait may join the next step; if not, it counts as one in which they are held.
+        Args: num_free: slots.
         """
+        few, num_ready = SHARE * num_running, min(num_free, num_waiting)
+        if num_ready == 0:
+            self.reset()
+            return False
         self._num_held += 1
-        self._num_idle += num_ready
-        return num_running >= MANY and self._num_held <= LONGEST and self._num_idle < IDLE_SHARE * num_running
+        self._num_missed += num_ready
+        is_full = num_running >= MANY and num_free <= few
+        return not is_full or self._num_held > LONGEST or self._num_missed >= few
 
     def reset(self) -> None:
-        """To be called when requests have joined."""
-        self._num_held, self._num_idle = 0, 0
+        """To be called when requests have joined: those that wait are held from now on."""
+        self._num_held, self._num_missed = 0, 0

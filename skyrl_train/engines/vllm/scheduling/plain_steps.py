@@ -83,8 +83,10 @@ class PlainSteps:
         if batch is None or len(growing) > self._manager.block_pool.get_num_free_blocks():
             self._batch = None
             self._num_other += 1
-            self._joining.reset()
-            return schedule()
+            output = schedule()
+            if output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids:
+                self._joining.reset()
+            return output
         scheduler, computed = self._scheduler, batch.table["computed"].copy()
         new_blocks = self._new_blocks(batch, growing)
         whole_ids: dict[str, list[int]] = {}
@@ -121,10 +123,9 @@ class PlainSteps:
         running = scheduler.running
         limit = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
         num_free = max(0, limit - len(running) - scheduler.num_waiting_for_streaming_input)
-        num_ready = min(num_free, scheduler.get_request_counts()[1])
         if scheduler._pause_state != PauseState.UNPAUSED:
             return None
-        if num_ready and not self._joining.is_held(len(running), num_ready):
+        if self._joining.joins(len(running), num_free, scheduler.get_request_counts()[1]):
             return None
         if batch is not None and running != self._running:
             left = [request for request in self._running if request.status is RequestStatus.RUNNING]
