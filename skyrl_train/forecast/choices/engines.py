@@ -26,8 +26,10 @@ MAX_SEQUENCES = 1_024
 ENOUGH_SEQUENCES = 512
 """More at once have to generate faster by MIN_GAIN: the samples of a streaming run grow older together."""
 MIN_GAIN = 1.1
+SCORED = 8
+"""Samples that engines and trainer compare: beside a full engine's sequences, where they would wait for some to end."""
 CAPTURED = 8
-"""vLLM captures CUDA graphs for multiples of this number of sequences."""
+"""Numbers of sequences are multiples of it, like most sizes of CUDA graphs (engines/graphs.py)."""
 
 
 def engine_choices(
@@ -62,6 +64,8 @@ def _sequences(config: Config, model: PretrainedConfig, device: DeviceKind, samp
         gain = count / many.seconds / (ENOUGH_SEQUENCES / few.seconds)
         reason += f", and {count:,} at once would be {gain:.2f} times as fast as {ENOUGH_SEQUENCES}"
         count = count if gain >= MIN_GAIN else ENOUGH_SEQUENCES
+    if count < wanted and config.trainer.staleness > 0 and config.trainer.verify_sync_every > 0:
+        return count + SCORED, f"{reason}, and {SCORED} more verify a sync beside them"
     return count, reason
 
 

@@ -13,11 +13,13 @@ from skyrl_train.config.rl import PLAN
 from skyrl_train.config.sft import load_sft_config
 from skyrl_train.device.kinds import device_kind
 from skyrl_train.forecast.choices.chosen import chosen
+from skyrl_train.forecast.choices.engines import SCORED
 from skyrl_train.forecast.choices.trainers import _option
 from skyrl_train.forecast.forecast import Inputs, forecast, largest_pass, workload_of
 from skyrl_train.forecast.parts import GIB
 from skyrl_train.forecast.report import choices_line
 from skyrl_train.forecast.shapes import model_config
+from skyrl_train.trainer.agreement.sync_check import NUM_SAMPLES
 
 MEGATRON = "trainer.policy.megatron_config"
 RANKS = "trainer.placement.policy_num_gpus_per_node"
@@ -130,6 +132,9 @@ def test_context_parallel_ranks_share_a_micro_batch():
         ([], 512),  # of 1,024 prompts with 5 samples
         (["trainer.train_batch_size=16", "generator.num_inference_engines=2"], 48),  # 80 / 2 and 5 more: 45
         (["trainer.train_batch_size=16", "trainer.source=streaming"], 168),  # two batches of 80 and 5: 165
+        (["trainer.train_batch_size=64", "trainer.source=streaming"], 520),  # 645 and more are no faster than 512
+        (["trainer.train_batch_size=64", "trainer.source=streaming", "trainer.verify_sync_every=0"], 512),
+        (["trainer.train_batch_size=64", "trainer.source=streaming", "trainer.max_staleness=0"], 328),
         (["trainer.train_batch_size=16", *EVALUATED], 304),  # 300 and 1
         (["trainer.train_batch_size=16", "generator.enable_http_endpoint=true"], 512),
         (["trainer.train_batch_size=16", "generator.rollout=a:b"], 512),
@@ -140,6 +145,10 @@ def test_context_parallel_ranks_share_a_micro_batch():
 def test_an_engine_takes_as_many_sequences_as_it_may_get(overrides: list[str], sequences: int):
     small = ["trainer.policy_mini_batch_size=16"] if overrides else []
     assert values(inputs("qwen3-0.6b", "h100", *small, *overrides))["max_num_seqs"] == sequences
+
+
+def test_the_samples_that_verify_a_sync_have_slots_of_their_own():
+    assert SCORED == NUM_SAMPLES
 
 
 def test_more_than_512_sequences_have_to_be_faster():
