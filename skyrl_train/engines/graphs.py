@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 LARGEST = 1_024
-"""Tokens of the largest graph for prompts and decoding together. FlashAttention's workspace for steps that may have a
-graph grows with it, and vLLM (0.26) does not count it: 4 KiB per token and element of all query heads.
+"""Tokens of the largest graph for prompts and decoding together. FlashAttention's workspace grows with it, which vLLM
+(0.26) does not count: 128 bytes per token, query head and dimension of a head.
 """
 OWN = (
     *("compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "performance_mode"),
