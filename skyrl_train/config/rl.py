@@ -24,6 +24,9 @@ from skyrl_train.config.program import Program
 from skyrl_train.config.training import PolicyPlacementConfig, RunConfig, TrainingConfig
 from skyrl_train.config.values import AboveZero, Bounds, Count, CountOrNever, CountOrZero, OneOf, Text
 
+VERIFYING_SAMPLES = 8
+"""Samples on which engines and trainer are compared (`trainer.verify_sync_every`)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig(PolicyPlacementConfig):

@@ -23,8 +23,8 @@ class Weights:
         self._core, self._name, self._adapter = core, served_model_name, adapter
         self._lock = asyncio.Lock()
         self._senders = set[str]()
-        self._left = set[str]()
-        """Senders of this update whose weights have not been loaded."""
+        self._loaded = set[str]()
+        """Senders of this update whose weights were loaded."""
         self._closing: asyncio.Task[tuple[list[Any], bool]] | None = None
         """What `_close` returns, from when all have been."""
         self.are_complete = True
@@ -41,7 +41,7 @@ class Weights:
         self._senders.add(info["sender"])
 
     async def start(self) -> None:
-        self._left, self._closing = set(self._senders), None
+        self._loaded, self._closing = set(), None
         if not self.are_complete:
             await self.close_failed()
         self.are_complete = False
@@ -57,9 +57,8 @@ class Weights:
             except BaseException:
                 self._senders.clear()  # a failed update ends the connections to all of them
                 raise
-            is_last = self._left == {sender}
-            self._left.discard(sender)
-            if is_last:  # at once: the core need not wait until the driver knows of it
+            self._loaded.add(sender)
+            if self._loaded == self._senders:  # at once: the core need not wait until the driver knows of it
                 self._closing = asyncio.ensure_future(self._close())
                 self._closing.add_done_callback(_note_error)
 

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 from skyrl_train.algorithms.tables import compares_with_greedy
 from skyrl_train.config import Config
 from skyrl_train.config.generator import GeneratorConfig
+from skyrl_train.config.rl import VERIFYING_SAMPLES
 from skyrl_train.device.kinds import DeviceKind
 from skyrl_train.engines.settings import NUM_BYTES
 from skyrl_train.forecast.choices.choice import Choice
@@ -26,8 +27,6 @@ MAX_SEQUENCES = 1_024
 ENOUGH_SEQUENCES = 512
 """More at once have to generate faster by MIN_GAIN: the samples of a streaming run grow older together."""
 MIN_GAIN = 1.1
-SCORED = 8
-"""Samples that engines and trainer compare: beside a full engine's sequences, where they would wait for some to end."""
 CAPTURED = 8
 """Numbers of sequences are multiples of it, like most sizes of CUDA graphs (engines/graphs.py)."""
 
@@ -65,7 +64,8 @@ def _sequences(config: Config, model: PretrainedConfig, device: DeviceKind, samp
         reason += f", and {count:,} at once would be {gain:.2f} times as fast as {ENOUGH_SEQUENCES}"
         count = count if gain >= MIN_GAIN else ENOUGH_SEQUENCES
     if count < wanted and config.trainer.staleness > 0 and config.trainer.verify_sync_every > 0:
-        return count + SCORED, f"{reason}, and {SCORED} more verify a sync beside them"
+        # In a full engine they would wait for responses to end.
+        return count + VERIFYING_SAMPLES, f"{reason} ({VERIFYING_SAMPLES} more for samples that verify a sync)"
     return count, reason
 
 

@@ -19,12 +19,12 @@ from skyrl_train.batching.split import split
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
+from skyrl_train.config.rl import VERIFYING_SAMPLES
 from skyrl_train.types import Group, Sample, TrainBatch
 from skyrl_train.weight_sync.control import SyncCheckFailed
 
 log = logging.getLogger(__name__)
 
-NUM_SAMPLES = 8
 # Mean |difference| in nats on equal weights: 4e-7 in float32 on CPUs and GPUs; 5e-4 where vLLM's attention computes
 # float32 in TensorFloat-32, its default. One optimizer step of the quickstart moves it by 1e-2.
 # FP8 engines of tiny random models, the worst case: 9e-2, and 1.06 with other weights.
@@ -149,7 +149,7 @@ async def _scores(engines: EnginePool, batch: TrainBatch) -> Scores:
 
 def batch_of(groups: Sequence[Group], limits: MicroBatchLimits) -> TrainBatch:
     """The first samples, one per group, in micro-batches that the policy's layout can run."""
-    chosen = [replace(group, samples=(_scored(group.samples[0]),)) for group in groups[:NUM_SAMPLES]]
+    chosen = [replace(group, samples=(_scored(group.samples[0]),)) for group in groups[:VERIFYING_SAMPLES]]
     (batch,) = split(build_experience(chosen, policy_version=0), replace(limits, dp_size=1))
     return batch
 

@@ -67,6 +67,10 @@ class Engine:
         for sender in self.senders:
             await self.weights.connect({"sender": sender})
 
+    async def begin(self) -> None:
+        await self.connect()
+        await self.weights.start()
+
     async def load(self, *senders: str) -> None:
         for sender in senders:
             await self.weights.load({"sender": sender})
@@ -103,8 +107,7 @@ def test_an_update_is_closed_when_all_senders_have_sent_and_before_the_driver_as
 def test_an_update_that_lacks_a_sender_is_closed_when_the_driver_asks():
     async def run() -> None:
         engine = Engine("one", "two")
-        await engine.connect()
-        await engine.weights.start()
+        await engine.begin()
         await engine.load("one")
         await engine.seen()
         with pytest.raises(WeightSyncError, match="weights differ"):
@@ -117,15 +120,13 @@ def test_an_update_that_lacks_a_sender_is_closed_when_the_driver_asks():
 def test_after_a_failed_update_only_senders_that_join_again_are_expected():
     async def run() -> None:
         engine = Engine("one", "two")
-        await engine.connect()
-        await engine.weights.start()
+        await engine.begin()
         engine.llm.load_error = RuntimeError("lost")
         with pytest.raises(RuntimeError, match="lost"):
             await engine.load("one")
         assert "finish" not in await engine.seen()
         engine.llm.load_error, engine.senders = None, ("three",)
-        await engine.connect()
-        await engine.weights.start()
+        await engine.begin()
         assert "skyrl_close_update" in await engine.seen()
         await engine.load("three")
         assert await engine.seen() == ["load three", *CLOSED]
@@ -137,8 +138,7 @@ def test_after_a_failed_update_only_senders_that_join_again_are_expected():
 def test_a_close_that_fails_is_reported_when_the_driver_asks(caplog: pytest.LogCaptureFixture):
     async def run() -> None:
         engine = Engine("one")
-        await engine.connect()
-        await engine.weights.start()
+        await engine.begin()
         engine.llm.close_error = RuntimeError("cannot close")
         await engine.load("one")
         await engine.seen()
@@ -157,8 +157,7 @@ def test_loading_and_closing_have_a_deadline_each():
     async def run() -> None:
         engine = Engine("one", timeout_s=1.0)
         engine.llm.seconds = 0.7
-        await engine.connect()
-        await engine.weights.start()
+        await engine.begin()
         await engine.load("one")
         await engine.finish()
 

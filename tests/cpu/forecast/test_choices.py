@@ -13,13 +13,11 @@ from skyrl_train.config.rl import PLAN
 from skyrl_train.config.sft import load_sft_config
 from skyrl_train.device.kinds import device_kind
 from skyrl_train.forecast.choices.chosen import chosen
-from skyrl_train.forecast.choices.engines import SCORED
 from skyrl_train.forecast.choices.trainers import _option
 from skyrl_train.forecast.forecast import Inputs, forecast, largest_pass, workload_of
 from skyrl_train.forecast.parts import GIB
 from skyrl_train.forecast.report import choices_line
 from skyrl_train.forecast.shapes import model_config
-from skyrl_train.trainer.agreement.sync_check import NUM_SAMPLES
 
 MEGATRON = "trainer.policy.megatron_config"
 RANKS = "trainer.placement.policy_num_gpus_per_node"
@@ -145,10 +143,6 @@ def test_context_parallel_ranks_share_a_micro_batch():
 def test_an_engine_takes_as_many_sequences_as_it_may_get(overrides: list[str], sequences: int):
     small = ["trainer.policy_mini_batch_size=16"] if overrides else []
     assert values(inputs("qwen3-0.6b", "h100", *small, *overrides))["max_num_seqs"] == sequences
-
-
-def test_the_samples_that_verify_a_sync_have_slots_of_their_own():
-    assert SCORED == NUM_SAMPLES
 
 
 def test_more_than_512_sequences_have_to_be_faster():
