@@ -28,11 +28,14 @@ class LoadsAlone:
 
     def time_load_alone(self, repeats: int) -> list[float]:
         from skyrl_train.engines.vllm.worker.update import ModelUpdate
+        from skyrl_train.weight_sync.bucket import TensorSpec
 
         worker: Any = self
         model, config = worker.model_runner.get_model(), worker.vllm_config
         held = tensors_of(Path(config.model_config.model), next(model.parameters()).device)
         update = ModelUpdate(model, config)
+        specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for bucket in held for name, tensor in bucket]
+        update.expect("benchmark", specs)
         seconds = []
         for _ in range(repeats):
             started = time.perf_counter()

@@ -16,7 +16,7 @@ from skyrl_train.batching.hinted import aligned
 from skyrl_train.megatron.passes.old_logprobs import LogprobCheck, OldLogprobs, old_logprobs
 from skyrl_train.megatron.passes.step import batch_logprobs, batch_logprobs_and_entropy, batch_topk
 from skyrl_train.megatron.trained import TrainedModel
-from skyrl_train.megatron.weights.all_stages import to_every_stage
+from skyrl_train.megatron.weights.all_stages import specs_by_stage, to_every_stage
 from skyrl_train.megatron.weights.export import adapter_specs, export, export_specs, merged
 from skyrl_train.megatron.weights.proof import LiveSums, checked_adapters, warm_up
 from skyrl_train.megatron.weights.save import save_model
@@ -173,9 +173,17 @@ class MegatronPolicy(TrainedModel):
             return adapter_specs(lora, dtype)
         return export_specs(self.model, dtype)
 
-    def export_to_every_stage(self, dtype: torch.dtype) -> tuple[list[TensorSpec], Iterator[tuple[str, Tensor]]]:
-        """Specs and tensors of all stages on every rank (weights/all_stages.py); all ranks must drain the tensors."""
-        return to_every_stage(self.export_specs(dtype), self.export(dtype))
+    @functools.cache  # noqa: B019  as above
+    def _all_specs(self, dtype: torch.dtype) -> list[list[TensorSpec]]:
+        return specs_by_stage(self.export_specs(dtype))
+
+    def specs_of_every_stage(self, dtype: torch.dtype) -> list[TensorSpec]:
+        """Specs of what `export_to_every_stage` yields, in order. The first call is a collective over all ranks."""
+        return [spec for stage in self._all_specs(dtype) for spec in stage]
+
+    def export_to_every_stage(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of all stages on every rank (weights/all_stages.py); all ranks must drain them."""
+        return to_every_stage(self._all_specs(dtype), self.export(dtype))
 
     def save_hf(self, folder: str) -> None:
         """Write the weights as a Hugging Face checkpoint; with adapters folded in, and these in `folder/adapter`.

@@ -70,7 +70,7 @@ def test_a_stock_server_answers_as_one_that_loaded_the_checkpoint(bucket_bytes: 
         )
         sender = StockNcclSender(end)
         before = await answers(engine)
-        await connect(engine, sender)
+        await connect(engine, sender, named)
         wanted = await answers(expected)
         for version in (1, 2):
             await engine.begin_weight_update()

@@ -19,7 +19,7 @@ from skyrl_train.cluster.pool.replica import EngineReplica
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.cluster.ranks.worker_group import WorkerGroup
 from skyrl_train.engines.protocol import EngineFacts
-from skyrl_train.ranks import LOOPBACK, Moved, ParallelRanks
+from skyrl_train.ranks import LOOPBACK, Moved, ParallelRanks, Rendezvous
 from skyrl_train.types import Generation
 from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.send_report import SendReport
@@ -105,6 +105,17 @@ class FakeEngine(Actor):
         self.is_alive &= self.num_answered != self.dies_after_answers
         if not self.is_alive:
             raise RayActorError
+
+
+class ExportsNothing:
+    """The worker of a rank that has no model."""
+
+    ranks = None
+
+    def __init__(self, rendezvous: Rendezvous) -> None: ...
+
+    def export_specs(self, dtype: Any) -> list[Any]:
+        return []
 
 
 class FakeRank(Actor):

@@ -82,16 +82,21 @@ class World:
             found |= dict(finished)
         return [found[n] for n in range(len(prompts))]
 
-    async def connect(self, channel: SendChannel, bucket_bytes: int, name: str = "trainer") -> Sender:
+    async def connect(
+        self, channel: SendChannel, bucket_bytes: int, name: str = "trainer", named_tensors: Named = ()
+    ) -> Sender:
+        """Args: named_tensors: those of each update."""
         sender = Sender(
             channel, bucket_bytes, lambda message: Posted(self.engine.update_weights(message | {"sender": name}))
         )
         info = sender.init_info | {"sender": name, "weight_sync_timeout_s": TIMEOUT_S, "rank_offset": 1}
+        info |= {"specs": [spec.to_message() for spec in specs_of(named_tensors)]}
         await asyncio.gather(asyncio.to_thread(sender.connect), self.engine.init_weight_sync(info))
         return sender
 
     async def send(self, named_tensors: Named, bucket_bytes: int, channel: SendChannel | None = None) -> SendReport:
-        sender = await self.connect(channel or ShmSendChannel(1, TIMEOUT_S), bucket_bytes)
+        way = channel or ShmSendChannel(1, TIMEOUT_S)
+        sender = await self.connect(way, bucket_bytes, named_tensors=named_tensors)
         await self.engine.begin_weight_update()
         try:
             return await asyncio.to_thread(sender.send, specs_of(named_tensors), named_tensors)

@@ -20,6 +20,7 @@ from skyrl_train.engines.remote.engine import RemoteEngine
 from skyrl_train.ranks import free_port
 from skyrl_train.weight_sync.control import ControlMessage
 from tests.support.jobs import ROOT
+from tests.support.sending import Named, specs_of
 
 KEY = "of-the-test"
 START_S = 200
@@ -94,6 +95,8 @@ class Posted:
         self._future.result(60)
 
 
-async def connect(engine: RemoteEngine, sender: Any) -> None:
-    info = sender.init_info | {"sender": "test", "weight_sync_timeout_s": 60, "rank_offset": 1}
-    await asyncio.gather(engine.init_weight_sync(info), asyncio.to_thread(sender.connect))
+async def connect(engine: RemoteEngine, sender: Any, named_tensors: Named) -> None:
+    """Args: named_tensors: those of each update."""
+    specs = [spec.to_message() for spec in specs_of(named_tensors)]
+    info = {"sender": "test", "weight_sync_timeout_s": 60, "rank_offset": 1, "specs": specs}
+    await asyncio.gather(engine.init_weight_sync(sender.init_info | info), asyncio.to_thread(sender.connect))

@@ -19,6 +19,7 @@ from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.megatron.verify.layout_check import OPTIMIZER, Layout, Trial, share_of
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous
+from skyrl_train.weight_sync.bucket import TensorSpec
 from skyrl_train.weight_sync.channels.channel import SendingEnd, WeightSender
 from skyrl_train.weight_sync.channels.table import open_sender
 from tests.support.engine_host import Answers, Client, Posted
@@ -160,6 +161,9 @@ def _train_and_sync(rendezvous: Rendezvous, work: Work) -> list[Round]:
             fresh = Client(work.fresh)
             fresh.call("start", export, work.case.dtype_name)
             rounds.append(Round(synced, fresh.call("answers")))
+    # What is sent to receivers that have one sender for all stages.
+    specs, tensors = policy.specs_of_every_stage(sync.dtype), policy.export_to_every_stage(sync.dtype)
+    assert specs == [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
     return rounds
 
 
@@ -167,7 +171,7 @@ class _Sync:
     """The trainer's side of a sync, as cluster/ranks/policy_group.py orders it: stage after stage, rank 0 conducts."""
 
     def __init__(self, policy: MegatronPolicy, work: Work) -> None:
-        self._policy, self._dtype = policy, getattr(torch, work.case.sent)
+        self._policy, self.dtype = policy, getattr(torch, work.case.sent)
         self.client = Client(work.synced)
         self._rank = dist.get_rank()
         self._name = {"sender": f"policy-{self._rank}"}
@@ -184,7 +188,9 @@ class _Sync:
 
         end = SendingEnd(post, BUCKET_BYTES, 1, torch.device("cpu"), TIMEOUT_S, "127.0.0.1")
         self._sender = open_sender(transport, end)
+        specs = [spec.to_message() for spec in self._policy.export_specs(self.dtype)]
         info = self._sender.init_info | self._name | {"rank_offset": 1, "weight_sync_timeout_s": TIMEOUT_S}
+        info |= {"specs": specs}
         joined = self.client.post("init", info)
         self._sender.connect()
         joined.wait()
@@ -197,12 +203,12 @@ class _Sync:
         digests: dict[str, int] = {}
         for stage in range(self._num_stages):
             if self._policy.ranks.pp_rank == stage:
-                tensors = self._policy.export(self._dtype)
+                tensors = self._policy.export(self.dtype)
                 if self._sender is None:
                     for _ in tensors:
                         pass
                 else:
-                    digests = self._sender.send(self._policy.export_specs(self._dtype), tensors).digests
+                    digests = self._sender.send(self._policy.export_specs(self.dtype), tensors).digests
             dist.barrier()
         parts: list[dict[str, int]] = [{}] * dist.get_world_size()
         dist.all_gather_object(parts, digests)

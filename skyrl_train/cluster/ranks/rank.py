@@ -28,6 +28,7 @@ from skyrl_train.weight_sync.channels.table import open_sender, transport
 from skyrl_train.weight_sync.control import ControlMessage, WeightSyncError
 
 if TYPE_CHECKING:
+    from skyrl_train.weight_sync.bucket import TensorSpec
     from skyrl_train.weight_sync.channels.channel import WeightSender
     from skyrl_train.weight_sync.send_report import SendReport
 
@@ -111,7 +112,8 @@ class Rank:
         )
         sender = self._senders[purpose] = open_sender(settings.weight_sync_backend, end)
         sent = {"transport": settings.weight_sync_backend, "sender": name, "weight_sync_timeout_s": timeout_s}
-        return sent | sender.init_info
+        specs = [spec.to_message() for spec in self._specs(settings)]
+        return sent | {"specs": specs} | sender.init_info
 
     def connect_sender(self, purpose: str, joining: Mapping[str, Any]) -> None:
         """Wait until every receiver has joined.
@@ -128,10 +130,20 @@ class Rank:
                 sender.close()
 
     def prepare_export(self, settings: GeneratorConfig) -> None:
-        """Do what a process does once for all exports, before engines are paused for one. A collective over a stage."""
+        """Do what a process does once for all exports, before engines are paused. A collective over all ranks."""
         import torch
 
         self._worker.prepare_export(getattr(torch, settings.model_dtype))
+        self._specs(settings)
+
+    def _specs(self, settings: GeneratorConfig) -> Sequence[TensorSpec]:
+        """Specs of what this rank sends in each sync. The first call is a collective if that is every stage."""
+        import torch
+
+        dtype = getattr(torch, settings.model_dtype)
+        if transport(settings.weight_sync_backend).scope == "own_stage":
+            return self._worker.export_specs(dtype)
+        return self._worker.specs_of_every_stage(dtype)
 
     def send_weights(self, purpose: str, settings: GeneratorConfig) -> SendReport | None:
         """Export weights, in which every rank takes part; a sender sends them and reports.
@@ -141,10 +153,9 @@ class Rank:
         import torch
 
         dtype = getattr(torch, settings.model_dtype)
-        if transport(settings.weight_sync_backend).scope == "own_stage":
-            specs, tensors = self._worker.export_specs(dtype), self._worker.export(dtype)
-        else:
-            specs, tensors = self._worker.export_to_every_stage(dtype)
+        own = transport(settings.weight_sync_backend).scope == "own_stage"
+        tensors = self._worker.export(dtype) if own else self._worker.export_to_every_stage(dtype)
+        specs = self._specs(settings)
         try:
             sender = self._senders.get(purpose)
             return None if sender is None else sender.send(specs, tensors)

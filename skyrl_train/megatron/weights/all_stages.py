@@ -21,17 +21,20 @@ NamedTensors = Iterator[tuple[str, Tensor]]
 Specs = Sequence[TensorSpec]
 
 
-def to_every_stage(specs: Specs, named_tensors: NamedTensors) -> tuple[list[TensorSpec], NamedTensors]:
-    """Specs and tensors of all stages, stage after stage. A collective over all ranks, and so is draining the tensors.
+def specs_by_stage(specs: Specs) -> list[list[TensorSpec]]:
+    """Specs of all stages. A collective over all ranks. Args: those of this rank's stage."""
+    messages = gather_json([spec.to_message() for spec in specs], parallel_state.get_pipeline_model_parallel_group())
+    return [[TensorSpec.from_message(message) for message in stage] for stage in messages]
 
-    Args: what this rank's stage exports.
+
+def to_every_stage(stages: Sequence[Specs], named_tensors: NamedTensors) -> NamedTensors:
+    """Tensors of all stages, stage after stage. Draining them is a collective over all ranks.
+
+    Args: stages: `specs_by_stage`; named_tensors: what this rank's stage exports.
     """
-    group = parallel_state.get_pipeline_model_parallel_group()
-    messages = gather_json([spec.to_message() for spec in specs], group)
-    if len(messages) == 1:
-        return list(specs), named_tensors
-    stages = [[TensorSpec.from_message(message) for message in stage] for stage in messages]
-    return [spec for stage in stages for spec in stage], _broadcast(named_tensors, stages, group)
+    if len(stages) == 1:
+        return named_tensors
+    return _broadcast(named_tensors, stages, parallel_state.get_pipeline_model_parallel_group())
 
 
 class _Export:

@@ -30,7 +30,9 @@ class SendingEnd:
 @dataclass(frozen=True, slots=True)
 class ReceivingEnd:
     info: ControlMessage
-    """The sender's `init_info` with `weight_sync_timeout_s` and, for a broadcast, `rank_offset`."""
+    """The sender's `init_info` with its name as `sender`, the `specs` of what it sends in each update (as messages),
+    `weight_sync_timeout_s` and, for a broadcast, `rank_offset`.
+    """
     worker_rank: int
     """Counts the workers of this engine from 0."""
     device: torch.device

@@ -35,6 +35,7 @@ from skyrl_train.cluster.session import CPU_ENVIRONMENT, Cluster, connect, cpu_e
 from skyrl_train.config import load_config
 from skyrl_train.device.kinds import DeviceKind, device_kind
 from skyrl_train.hf.hub import local_folder
+from skyrl_train.ranks import Rendezvous
 from skyrl_train.trainer.from_config import objective
 from skyrl_train.weight_sync.control import WeightSyncError
 from tests.support.local_hub import COMMIT
@@ -471,6 +472,8 @@ def test_a_sender_and_the_engines_that_wait_for_it_hear_of_one_that_dies_while_t
     del members  # for what it registers
     engines = {f"engine-{n}": ray.remote(Member).options(num_cpus=0).remote() for n in range(2)}
     rank = ray.remote(Host).options(num_cpus=0).remote(RANK, str(tmp_path / "log"), None)
+    alone = Rendezvous(rank=0, world_size=1, address="127.0.0.1", port=0, timeout_s=10)
+    ray.get(rank.call.remote("build", "tests.support.fake_actors:ExportsNothing", alone, {}))
     settings = load_config(["generator.weight_sync_timeout_s=60"]).generator
     settings = replace(settings, weight_sync_backend="broadcast")
     info = ray.get(rank.call.remote("open_sender", "training", engines, settings, 3, "policy-0"))

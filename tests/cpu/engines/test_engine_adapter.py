@@ -56,8 +56,8 @@ class World:
             1 << 20,
             lambda message: Posted(self.engine.update_weights(message | {"sender": "trainer"})),
         )
-        info = sender.init_info | {"sender": "trainer", "weight_sync_timeout_s": TIMEOUT_S, "rank_offset": 1}
-        await asyncio.gather(asyncio.to_thread(sender.connect), self.engine.init_weight_sync(info))
+        info = {"sender": "trainer", "weight_sync_timeout_s": TIMEOUT_S, "rank_offset": 1, "specs": []}
+        await asyncio.gather(asyncio.to_thread(sender.connect), self.engine.init_weight_sync(sender.init_info | info))
         await self.engine.begin_weight_update()
         named = list(tensors.items())
         try:

@@ -100,9 +100,9 @@ def test_a_server_whose_update_failed_stays_paused(server: Server, world: Path):
             "shm",
             SendingEnd(lambda message: Posted(engine, message, loop), 1 << 20, 1, torch.device("cpu"), 60, "127.0.0.1"),
         )
-        await connect(engine, sender)
-        await engine.begin_weight_update()
         tensors = [("model.norm.weight", torch.ones(128)), ("model.nowhere.weight", torch.ones(4))]
+        await connect(engine, sender, tensors)
+        await engine.begin_weight_update()
         with pytest.raises(WeightSyncError, match=r"could not load the weights of .*nowhere"):
             await asyncio.to_thread(sender.send, specs_of(tensors), tensors)
         sender.close()

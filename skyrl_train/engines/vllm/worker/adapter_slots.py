@@ -24,6 +24,7 @@ from skyrl_train.config.policy import LoraConfig
 from skyrl_train.engines.settings import ADAPTER
 from skyrl_train.engines.vllm.compat import rename_mapper
 from skyrl_train.hf.adapter import identity_adapter, linear_shapes, targets, tensor_names
+from skyrl_train.weight_sync.bucket import TensorSpec
 from skyrl_train.weight_sync.control import WeightSyncError
 
 ADAPTER_ID = 1
@@ -37,6 +38,9 @@ class AdapterUpdate:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
+
+    def expect(self, sender: str, specs: Sequence[TensorSpec]) -> None:
+        """Nothing follows from them."""
 
     def begin(self, *_: Any) -> None:
         self.tensors = {}

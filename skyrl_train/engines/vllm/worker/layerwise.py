@@ -32,7 +32,7 @@ WRAPPER_NAME = "online_process_loader"
 
 
 class LayerwiseReload:
-    """Call begin, load once per bucket, faults, finish; begin again also after a failure."""
+    """Call begin, load once per bucket, faults, finish; after a failure close, and begin again."""
 
     def __init__(self, model: nn.Module, vllm_config: VllmConfig, model_config: Any) -> None:
         self._model, self._vllm_config, self._model_config = model, vllm_config, model_config
@@ -44,10 +44,17 @@ class LayerwiseReload:
         self._infos: list[Any] = []
         """vLLM's records of all layers."""
 
-    def begin(self) -> None:
-        """An update that was interrupted is closed first."""
+    @property
+    def is_open(self) -> bool:
+        """Whether an update has begun and was not finished: the model has no parameters that it can run with."""
+        return self._open
+
+    def close(self) -> None:
+        """End an update that was interrupted."""
         if self._open:
             self.finish()
+
+    def begin(self) -> None:
         with set_current_vllm_config(self._vllm_config):
             _forget_packed_experts(self._model)
             _allocate_released_weights(self._model)

@@ -22,6 +22,7 @@ from skyrl_train.engines.vllm.worker.adapter_slots import AdapterUpdate, bind, f
 from skyrl_train.engines.vllm.worker.cpu_kernels import replace_cpu_kernels
 from skyrl_train.engines.vllm.worker.sleeping import Unsynced, sleepable_bytes
 from skyrl_train.engines.vllm.worker.update import ModelUpdate
+from skyrl_train.weight_sync.bucket import TensorSpec
 from skyrl_train.weight_sync.channels.channel import ReceivingEnd
 from skyrl_train.weight_sync.channels.table import open_receiver
 from skyrl_train.weight_sync.control import ControlMessage
@@ -33,7 +34,7 @@ BACKEND = "skyrl"
 @dataclass
 class InitInfo(WeightTransferInitInfo):
     info: ControlMessage
-    """`ReceivingEnd.info`, with the name of the `sender`."""
+    """`ReceivingEnd.info`."""
 
 
 @dataclass
@@ -65,6 +66,7 @@ class SkyRLWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         parallel = self.vllm_config.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._receivers[sender] = Receiver(open_receiver(ReceivingEnd(init_info.info, rank, self.device)))
+        self._update.expect(sender, [TensorSpec.from_message(spec) for spec in init_info.info["specs"]])
 
     def start_weight_update(self) -> None:
         if not self._receivers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,14 +21,17 @@ log = logging.getLogger(__name__)
 
 
 class ModelUpdate:
-    """Call begin, load once per bucket, faults, finish; begin again also after a failure.
+    """Call expect once per sender, then for each update begin, load once per bucket, faults, finish; begin again also
+    after a failure.
 
-    The first update takes the slow path and yields a plan, the second checks the plan, and later ones use it. A model
+    What is expected yields a plan. The first update takes the slow path and checks the plan, later ones use it. A model
     without a plan always takes the slow path.
     """
 
     def __init__(self, model: nn.Module, vllm_config: VllmConfig) -> None:
         self._vllm_config = vllm_config
+        self._expected: dict[str, list[TensorSpec]] = {}
+        """By sender."""
         self._use(model, vllm_config.model_config)
 
     def _use(self, model: nn.Module, model_config: Any) -> None:
@@ -35,31 +39,51 @@ class ModelUpdate:
         self._layerwise = LayerwiseReload(model, self._vllm_config, model_config)
         self._loader: LayerwiseReload | CopyPlan = self._layerwise
         self._plan: CopyPlan | None = None
-        self._verified_plan: CopyPlan | None = None
-        self._may_have_plan = model_config.quantization is None
+        self.copies_directly = False
+        """Whether the plan was verified, and updates take the fast path."""
+        self._why_not: str | None = None
+        """Why there is no plan; None if none was looked for."""
+        self._logged: str | None = None
+        """The last reason that was logged."""
         self._check: PlanCheck | None = None
-        self._specs: list[TensorSpec] = []
         self._deriving: list[Any] = [module for module in model.modules() if derives(module)]
+
+    def expect(self, sender: str, specs: Sequence[TensorSpec]) -> None:
+        """Note what a sender sends in each update, and look for a plan: here and not in the update, because it takes
+        time (0.08 s for Qwen3-8B) and no update has paused the engine yet. Before the last sender there is none.
+        """
+        if self._expected.get(sender) == list(specs):
+            return
+        self._expected[sender] = list(specs)
+        self._plan, self._check, self.copies_directly, self._why_not = None, None, False, None
+        if not self._layerwise.is_open:
+            self._find_plan()
 
     def begin(self, model: nn.Module, model_config: Any) -> None:
         """Args: model: the model to load into; it changes for vLLM's draft models."""
+        self._layerwise.close()
         if model is not self._model:
             self._use(model, model_config)
+        if self._plan is None and self._why_not is None:
+            self._find_plan()
         if self._plan is not None and not self._plan.is_of(self._model):
             self._reject_plan("its parameters have moved")
-        self._specs = []
-        self._check = None if self._plan is None else PlanCheck(self._plan)
-        self._loader = self._verified_plan or self._layerwise
+        if self._why_not not in (None, self._logged):
+            log.info("weights are loaded layer by layer, not by direct copies: %s", self._why_not)
+            self._logged = self._why_not
+        self._check, self._loader = None, self._layerwise
+        if self._plan is not None and self.copies_directly:
+            self._loader = self._plan
+        elif self._plan is not None:
+            self._check = PlanCheck(self._plan)
         self._loader.begin()
 
     def load(self, named_tensors: list[tuple[str, Tensor]]) -> None:
         """Load one bucket of tensors in checkpoint format, and keep no reference to them.
         Raises: WeightSyncError for a repeated name; the model's own error for an unknown one.
         """
-        if self._loader is self._layerwise:
-            self._specs += [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named_tensors]
-            if self._check is not None:
-                self._check.watch(named_tensors)
+        if self._check is not None:
+            self._check.watch(named_tensors)
         self._loader.load(named_tensors)
 
     def faults(self) -> list[str]:
@@ -73,26 +97,25 @@ class ModelUpdate:
             return
         is_complete = not self._layerwise.faults()
         self._layerwise.finish()
-        if is_complete and self._may_have_plan:
-            self._find_or_verify_plan()
-
-    def _find_or_verify_plan(self) -> None:
-        if self._check is not None:
-            if self._check.passed(self._model):
-                self._verified_plan = self._plan
-            else:
+        if is_complete and self._check is not None:
+            self.copies_directly = self._check.passed(self._model)
+            if not self.copies_directly:
                 self._reject_plan("its parameters are not in the checkpoint's form")
+
+    def _find_plan(self) -> None:
+        if self._model_config.quantization is not None:
+            self._reject_plan("the engine quantises them")
             return
         try:
             with set_current_vllm_config(self._vllm_config):
                 aliases = shared_parameters(self._model)
-                self._plan = find_plan(self._model, self._specs, loadable_elements, aliases)
+                specs = {spec.name: spec for some in self._expected.values() for spec in some}
+                self._plan = find_plan(self._model, list(specs.values()), loadable_elements, aliases)
         except NoPlanError as reason:
             self._reject_plan(str(reason))
 
     def _reject_plan(self, reason: str) -> None:
-        log.info("weights are loaded layer by layer, not by direct copies: %s", reason)
-        self._plan, self._verified_plan, self._may_have_plan = None, None, False
+        self._plan, self.copies_directly, self._why_not = None, False, reason
 
     def _derive(self) -> None:
         """Recompute what attention layers derive from weights (multi-latent attention: two matrices of kv_b_proj)."""

@@ -191,7 +191,7 @@ def test_a_plan_is_proven_only_if_the_parameters_hold_what_came(model: nn.Module
 
 
 def test_a_plan_is_proven_by_one_hashing_per_bucket_on_each_side(monkeypatch: pytest.MonkeyPatch):
-    """A wait for the device at each copy took 0.4 s of the second sync."""
+    """A wait for the device at each copy took 0.4 s of the sync that checks the plan."""
     hashed: list[Tensor] = []
 
     def counted(data: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from skyrl_train.megatron.optimizer.optimizer import build_optimizer
 from skyrl_train.megatron.verify.layout_check import OPTIMIZER
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.megatron.weights import save as save_module
-from skyrl_train.megatron.weights.all_stages import to_every_stage
+from skyrl_train.megatron.weights.all_stages import specs_by_stage, to_every_stage
 from skyrl_train.megatron.weights.export import export, export_specs
 from skyrl_train.megatron.weights.save import copy_others, export_folder, require_tensors, save_hf, write_config
 from skyrl_train.ranks import Rendezvous
@@ -59,15 +59,15 @@ def _export(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, str, t
     build_optimizer(model, OPTIMIZER)
     specs = [(spec.name, spec.dtype, tuple(spec.shape)) for spec in export_specs(model, dtype)]
     stream = [(name, tensor.clone()) for name, tensor in export(model, dtype)]
-    all_specs, all_tensors = to_every_stage(export_specs(model, dtype), export(model, dtype))
-    spread = [(name, tensor.clone()) for name, tensor in all_tensors]
+    stages = specs_by_stage(export_specs(model, dtype))
+    spread = [(name, tensor.clone()) for name, tensor in to_every_stage(stages, export(model, dtype))]
     save_hf(model, path, target)
     return {
         "specs": specs,
         "stream": stream,
         "owner": ranks.owns_stage,
         "stage": ranks.pp_rank,
-        "all specs": [(spec.name, spec.dtype, tuple(spec.shape)) for spec in all_specs],
+        "all specs": [(spec.name, spec.dtype, tuple(spec.shape)) for stage in stages for spec in stage],
         "spread": spread,
     }
 
@@ -114,12 +114,12 @@ def _gather_with_failures(rendezvous: Rendezvous, megatron: MegatronConfig) -> l
             yield spec.name, torch.full(spec.shape, float(stage))
         raise WeightSyncError(f"stage {stage} cannot go on")
 
-    ended = []
+    ended, stages = [], specs_by_stage(specs)
     for failing, num_good in product((0, 1), (0, 2, 3)):
         good = ((spec.name, torch.full(spec.shape, float(stage))) for spec in specs)
         names, error = [], ""
         try:
-            for name, tensor in to_every_stage(specs, tensors(num_good) if stage == failing else good)[1]:
+            for name, tensor in to_every_stage(stages, tensors(num_good) if stage == failing else good):
                 names.append(name)
                 assert stage == failing or not name.startswith(str(stage)) or tensor.eq(stage).all()
         except WeightSyncError as raised:
