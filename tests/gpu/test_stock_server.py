@@ -89,7 +89,7 @@ def test_a_stock_server_answers_as_one_that_loaded_the_checkpoint(bucket_bytes: 
         await expected.shutdown()
 
     with stock_server(other, gpu=gpus[1]) as server, stock_server(trained, gpu=gpus[0]) as fresh:
-        asyncio.run(main(server, fresh))
+        asyncio.run(main(server.wait(), fresh.wait()))
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,7 @@ def test_a_run_trains_with_a_stock_server(stages: int, gpus: list[str], tmp_path
     world = write_world(tmp_path / "world")
     other = write_tiny_model(world / "other", seed=1)
     with stock_server(other, gpu=gpus[stages], dtype="float32") as server:
+        server.wait()
         code, job = run_to_end(
             world,
             "generator.run_engines_locally=false",

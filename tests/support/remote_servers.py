@@ -29,6 +29,23 @@ START_S = 200
 @dataclass(frozen=True)
 class Server:
     url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def wait(self) -> Server:
+        """Returns: itself, once it is up."""
+        deadline = time.monotonic() + START_S
+        while not self._is_up():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-5000:]
+            time.sleep(0.2)
+        return self
+
+    def _is_up(self) -> bool:
+        try:
+            self.ask("/health")
+        except OSError:
+            return False
+        return True
 
     def ask(self, path: str, body: object = None) -> Any:
         request = urllib.request.Request(
@@ -42,7 +59,7 @@ class Server:
 
 @contextmanager
 def vllm_server(model: Path, log: Path, environment: dict[str, str], **arguments: object) -> Iterator[Server]:
-    """Runs until the block ends; with the API key KEY and the calls of a weight update open."""
+    """Starts, and runs until the block ends; with the API key KEY and the calls of a weight update open."""
     port = free_port()
     arguments = {"model": model, "host": "127.0.0.1", "port": port, "api_key": KEY, **arguments}
     words = [word for name, value in arguments.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -53,23 +70,10 @@ def vllm_server(model: Path, log: Path, environment: dict[str, str], **arguments
         process = subprocess.Popen(
             command, env=variables, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
-    server = Server(f"http://127.0.0.1:{port}")
     try:
-        deadline = time.monotonic() + START_S
-        while not _is_up(server):
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-5000:]
-            time.sleep(0.2)
-        yield server
+        yield Server(f"http://127.0.0.1:{port}", process, log)
     finally:
         _end(process)
-
-
-def _is_up(server: Server) -> bool:
-    try:
-        server.ask("/health")
-    except OSError:
-        return False
-    return True
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

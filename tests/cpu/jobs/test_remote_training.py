@@ -47,7 +47,7 @@ def server(world: Path) -> Iterator[Server]:
         weight_transfer_config=json.dumps({"backend": "skyrl"}),
         worker_extension_cls=EXTENSION,
     ) as running:
-        yield running
+        yield running.wait()
 
 
 def engine_of(server: Server, world: Path) -> RemoteEngine:
