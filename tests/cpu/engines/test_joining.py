@@ -99,7 +99,8 @@ def test_requests_that_join_together_get_the_answers_of_vllm(
     theirs, at_once = run(AsyncScheduler), run(KeepsLogprobsAsync)
     assert at_once.joining == theirs.joining and at_once.longest_wait == theirs.longest_wait
     monkeypatch.setattr(joining, "MANY", 4)
-    monkeypatch.setattr(joining, "SHARE", 2.0)
+    monkeypatch.setattr(joining, "FEW", 2.0)
+    monkeypatch.setattr(joining, "COST", 2.0)
     together = run(KeepsLogprobsAsync)
     assert together.answers == at_once.answers == theirs.answers and len(theirs.answers) >= NUM_REQUESTS
     assert len(together.joining) < len(theirs.joining)
@@ -111,13 +112,13 @@ def test_requests_that_join_together_get_the_answers_of_vllm(
     ("running", "free", "waiting", "held"),
     [
         (127, 1, 1, 0),
-        (128, 32, 32, 0),
-        (128, 31, 40, 1),
+        (128, 32, 32, 3),
+        (128, 31, 40, 4),
         (128, 33, 1, 0),  # many slots are free
-        (512, 8, 100, 15),
-        (512, 8, 1, 16),
-        (512, 64, 64, 1),
-        (1000, 24, 30, 10),
+        (512, 32, 100, 15),
+        (512, 8, 1, 24),
+        (512, 64, 64, 7),
+        (1000, 64, 70, 15),
     ],
 )
 def test_how_long_requests_are_held(running: int, free: int, waiting: int, held: int):
