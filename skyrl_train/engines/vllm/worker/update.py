@@ -66,7 +66,7 @@ class ModelUpdate:
             self._use(model, model_config)
         if self._plan is None and self._why_not is None:
             self._find_plan()
-        if self._plan is not None and not self._plan.is_of(self._model):
+        if self._plan is not None and not self._plan.is_current:
             self._reject_plan("its parameters have moved")
         if self._why_not not in (None, self._logged):
             log.info("weights are loaded layer by layer, not by direct copies: %s", self._why_not)
@@ -98,7 +98,7 @@ class ModelUpdate:
         is_complete = not self._layerwise.faults()
         self._layerwise.finish()
         if is_complete and self._check is not None:
-            self.copies_directly = self._check.passed(self._model)
+            self.copies_directly = self._check.passed()
             if not self.copies_directly:
                 self._reject_plan("its parameters are not in the checkpoint's form")
 

@@ -32,10 +32,13 @@ class Unpacked(SyncExtension):
     """A worker whose layers keep their weights as they are. vLLM imports this module before it loads the model."""
 
     def paths(self) -> list[str]:
-        return begun
+        """Those of updates since the last call."""
+        found = begun.copy()
+        begun.clear()
+        return found
 
     def hears_of_other_specs(self) -> None:
-        """A sender connects that would send more, and then nothing."""
+        """A sender connects that would send more, and then nothing: what was proven is void."""
         update: Any = self.weight_transfer_engine._update
         for specs in ([TensorSpec("new", torch.float32, (1,))], []):
             update.expect("another", specs)
@@ -61,11 +64,18 @@ if multiprocessing.parent_process() is not None:
         one.begin = noting(one)  # type: ignore[method-assign]
 
 
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    kwargs = {"block_size": 32, "worker_extension_cls": f"{__name__}.Unpacked"}
+    yield from live_world(tmp_path_factory.mktemp("unpacked"), engine_init_kwargs=kwargs)
+
+
 @pytest.fixture
-def world(tmp_path: Any) -> Iterator[World]:
-    yield from live_world(
-        tmp_path, engine_init_kwargs={"block_size": 32, "worker_extension_cls": f"{__name__}.Unpacked"}
-    )
+def world(engine: World) -> World:
+    """Nothing is proven."""
+    for method in ("hears_of_other_specs", "paths"):
+        asked(engine, method)
+    return engine
 
 
 def asked(world: World, method: str) -> Any:
