@@ -42,6 +42,8 @@ class AdapterUpdate:
     def expect(self, sender: str, specs: Sequence[TensorSpec]) -> None:
         """Nothing follows from them."""
 
+    def forget_senders(self) -> None: ...
+
     def begin(self, *_: Any) -> None:
         self.tensors = {}
 

@@ -100,6 +100,7 @@ class SkyRLWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         for receiver in self._receivers.values():
             receiver.close()
         self._receivers.clear()
+        self._update.forget_senders()
 
     @staticmethod
     def trainer_send_weights(*args: Any, **kwargs: Any) -> None:

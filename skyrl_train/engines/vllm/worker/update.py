@@ -30,8 +30,10 @@ class ModelUpdate:
 
     def __init__(self, model: nn.Module, vllm_config: VllmConfig) -> None:
         self._vllm_config = vllm_config
-        self._expected: dict[str, list[TensorSpec]] = {}
+        self._expected: dict[str, Sequence[TensorSpec]] = {}
         """By sender."""
+        self._specs: dict[str, TensorSpec] = {}
+        """By name: those of which the plan consists."""
         self._use(model, vllm_config.model_config)
 
     def _use(self, model: nn.Module, model_config: Any) -> None:
@@ -52,12 +54,18 @@ class ModelUpdate:
         """Note what a sender sends in each update, and look for a plan: here and not in the update, because it takes
         time (0.08 s for Qwen3-8B) and no update has paused the engine yet. Before the last sender there is none.
         """
-        if self._expected.get(sender) == list(specs):
+        self._expected[sender] = specs
+        expected = {spec.name: spec for some in self._expected.values() for spec in some}
+        if expected == self._specs:
             return
-        self._expected[sender] = list(specs)
+        self._specs = expected
         self._plan, self._check, self.copies_directly, self._why_not = None, None, False, None
         if not self._layerwise.is_open:
             self._find_plan()
+
+    def forget_senders(self) -> None:
+        """To be called when all are gone: others may send something else."""
+        self._expected.clear()
 
     def begin(self, model: nn.Module, model_config: Any) -> None:
         """Args: model: the model to load into; it changes for vLLM's draft models."""
@@ -109,8 +117,7 @@ class ModelUpdate:
         try:
             with set_current_vllm_config(self._vllm_config):
                 aliases = shared_parameters(self._model)
-                specs = {spec.name: spec for some in self._expected.values() for spec in some}
-                self._plan = find_plan(self._model, list(specs.values()), loadable_elements, aliases)
+                self._plan = find_plan(self._model, list(self._specs.values()), loadable_elements, aliases)
         except NoPlanError as reason:
             self._reject_plan(str(reason))
 

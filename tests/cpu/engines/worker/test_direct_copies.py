@@ -43,6 +43,11 @@ class Unpacked(SyncExtension):
         for specs in ([TensorSpec("new", torch.float32, (1,))], []):
             update.expect("another", specs)
 
+    def serves_another_run(self) -> None:
+        """Whose sender would send more, and ends."""
+        self.weight_transfer_engine._update.expect("another", [TensorSpec("new", torch.float32, (1,))])
+        self.weight_transfer_engine.shutdown()
+
 
 def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
     layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
@@ -128,6 +133,14 @@ async def broken(world: World) -> None:
     finally:
         sender.close()
     await world.engine.finish_weight_update(9, report.digests)
+
+
+def test_what_the_sender_of_another_run_sent_is_forgotten(world: World):
+    asked(world, "serves_another_run")
+    for which in (0, 1):
+        run(world.sync(world.weights(which)))
+        assert run(world.answers()) == world.expected(which)
+    assert asked(world, "paths") == ["LayerwiseReload", "CopyPlan"]
 
 
 def test_two_senders_bring_one_plan(world: World):
