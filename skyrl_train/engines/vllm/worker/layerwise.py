@@ -37,28 +37,24 @@ class LayerwiseReload:
     def __init__(self, model: nn.Module, vllm_config: VllmConfig, model_config: Any) -> None:
         self._model, self._vllm_config, self._model_config = model, vllm_config, model_config
         self._aliases = shared_parameters(model)
-        self._open = False
+        self.is_open = False
+        """Whether an update has begun and was not finished: the model has no parameters that it can run with."""
         self._received: set[str] = set()
         self._consumed: set[str] = set()
         self._views = _Views([])
         self._infos: list[Any] = []
         """vLLM's records of all layers."""
 
-    @property
-    def is_open(self) -> bool:
-        """Whether an update has begun and was not finished: the model has no parameters that it can run with."""
-        return self._open
-
     def close(self) -> None:
         """End an update that was interrupted."""
-        if self._open:
+        if self.is_open:
             self.finish()
 
     def begin(self) -> None:
         with set_current_vllm_config(self._vllm_config):
             _forget_packed_experts(self._model)
             _allocate_released_weights(self._model)
-            self._open = True
+            self.is_open = True
             initialize_layerwise_reload(self._model)
         self._received, self._consumed = set(), set()
         self._infos = [get_layerwise_info(module) for module in self._model.modules()]
@@ -91,7 +87,7 @@ class LayerwiseReload:
         """Make the model runnable again, whatever was loaded."""
         with set_current_vllm_config(self._vllm_config), torch.no_grad():
             finalize_layerwise_reload(self._model, self._model_config)
-            self._open = False
+            self.is_open = False
             self._repack_tied_heads()
 
     def _repack_tied_heads(self) -> None:

@@ -33,7 +33,7 @@ class ModelUpdate:
         self._expected: dict[str, Sequence[TensorSpec]] = {}
         """By sender."""
         self._specs: dict[str, TensorSpec] = {}
-        """By name: those of which the plan consists."""
+        """By name, of all senders: what a plan was or will be looked for with."""
         self._use(model, vllm_config.model_config)
 
     def _use(self, model: nn.Module, model_config: Any) -> None:
@@ -52,7 +52,7 @@ class ModelUpdate:
 
     def expect(self, sender: str, specs: Sequence[TensorSpec]) -> None:
         """Note what a sender sends in each update, and look for a plan: here and not in the update, because it takes
-        time (0.08 s for Qwen3-8B) and no update has paused the engine yet. Before the last sender there is none.
+        time and no update has paused the engine yet. There is none before the last sender has connected.
         """
         self._expected[sender] = specs
         expected = {spec.name: spec for some in self._expected.values() for spec in some}
