@@ -42,8 +42,8 @@ class LayerwiseReload:
         self._received: set[str] = set()
         self._consumed: set[str] = set()
         self._views = _Views([])
-        self._infos: list[Any] = []
-        """vLLM's records of all layers."""
+        self._touched: dict[int, Any] = {}
+        """By identity, vLLM's records of the layers that got something from the bucket being loaded."""
 
     def close(self) -> None:
         """End an update that was interrupted."""
@@ -57,7 +57,6 @@ class LayerwiseReload:
             self.is_open = True
             initialize_layerwise_reload(self._model)
         self._received, self._consumed = set(), set()
-        self._infos = [get_layerwise_info(module) for module in self._model.modules()]
         self._watch_loaders()
 
     def load(self, named_tensors: list[tuple[str, Tensor]]) -> None:
@@ -68,7 +67,7 @@ class LayerwiseReload:
             if name in self._received:
                 raise WeightSyncError(f"tensor {name!r} arrived twice in one weight update")
             self._received.add(name)
-        self._views = _Views(named_tensors)
+        self._views, self._touched = _Views(named_tensors), {}
         with set_current_vllm_config(self._vllm_config), torch.no_grad():
             self._model.load_weights(self._views.feed())  # type: ignore[operator]
             self._clone_buffered_views()
@@ -98,17 +97,19 @@ class LayerwiseReload:
                 method.process_weights_after_loading(module)
 
     def _watch_loaders(self) -> None:
-        """Record which received tensors the weight loaders are called with."""
+        """Record which received tensors the weight loaders are called with, and for which layers."""
         for module in self._model.modules():
+            info = get_layerwise_info(module)
             for parameter in module._parameters.values():
                 loader = getattr(parameter, "weight_loader", None)
                 if parameter is not None and getattr(loader, "__name__", "") == WRAPPER_NAME:
-                    parameter.weight_loader = self._watched(loader)  # type: ignore[attr-defined, arg-type]
+                    parameter.weight_loader = self._watched(loader, info)  # type: ignore[attr-defined, arg-type]
 
-    def _watched(self, loader: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched(self, loader: Callable[..., Any], info: Any) -> Callable[..., Any]:
         @functools.wraps(loader)
         def watched(*args: Any, **kwargs: Any) -> Any:
             self._consumed.update(self._views.named_by([*args, *kwargs.values()]))
+            self._touched[id(info)] = info
             return loader(*args, **kwargs)
 
         assert watched.__name__ == WRAPPER_NAME
@@ -116,7 +117,7 @@ class LayerwiseReload:
 
     def _clone_buffered_views(self) -> None:
         """Incomplete layers hold views of the bucket, which is about to be overwritten."""
-        for info in self._infos:
+        for info in self._touched.values():
             for _, bound in info.loaded_weights:
                 for key, value in bound.arguments.items():
                     if isinstance(value, Tensor) and self._views.holds(value):
