@@ -183,7 +183,7 @@ def served(
     return PhaseTime(name, flops / (gpus * device.tflops * 1e12 * readings.arithmetic), "arithmetic")
 
 
-def sync(num_bytes: float, num_senders: int, readings: Sync) -> PhaseTime:
-    """A weight sync; each pipeline stage sends its own weights."""
-    seconds = num_bytes / num_senders / (readings.gb_per_s * 1e9) + readings.fixed_s
-    return PhaseTime("weight sync", seconds, f"packing and digests, {num_bytes / 1e9:.1f} GB")
+def sync(num_bytes: float, readings: Sync) -> PhaseTime:
+    """A weight sync; pipeline stages send one after another."""
+    seconds = num_bytes / (readings.gb_per_s * 1e9) + readings.fixed_s
+    return PhaseTime("weight sync", seconds, f"sending {num_bytes / 1e9:.1f} GB")

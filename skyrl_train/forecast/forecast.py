@@ -156,7 +156,7 @@ def forecast(inputs: Inputs) -> Forecast:
         phases.insert(0, PhaseMemory("generation", ENGINE, engine.parts))
         times.insert(0, _generation_time(inputs, config, engine))
         sent = _sent_parameters(config, inputs.model) * NUM_BYTES[config.generator.model_dtype]
-        times.append(duration.sync(sent, layout.pp, constants.sync))
+        times.append(duration.sync(sent, constants.sync))
         if config.trainer.placement.takes_turns:
             phases = taking_turns(phases, policy, left)
         elif shared:

@@ -16,16 +16,16 @@ MEGATRON = "trainer.policy.megatron_config"
 LORA = "trainer.policy.model.lora.rank=32"
 
 
-def made(*overrides: str, shape: str = "qwen3-0.6b") -> Forecast:
+def made(*overrides: str, shape: str = "qwen3-0.6b", layers: int | None = None) -> Forecast:
     config = PLAN.load([f"trainer.policy.model.path={shape}", *overrides])
     kind = device_kind("h200")
     assert kind is not None
-    given = Inputs(config, {shape: model_config(shape)}, kind, workload_of(config))
+    given = Inputs(config, {shape: model_config(shape, layers)}, kind, workload_of(config))
     return forecast(replace(given, config=chosen(given).config))
 
 
-def seconds(*overrides: str) -> dict[str, float]:
-    return {time.phase: time.seconds for time in made(*overrides).times}
+def seconds(*overrides: str, shape: str = "qwen3-0.6b", layers: int | None = None) -> dict[str, float]:
+    return {time.phase: time.seconds for time in made(*overrides, shape=shape, layers=layers).times}
 
 
 @pytest.mark.parametrize("override", ["trainer.update_epochs_per_batch=2", f"{MEGATRON}.recompute_granularity=full"])
@@ -34,6 +34,49 @@ def test_scoring_passes_run_once_in_all_epochs_and_recompute_nothing(override: s
     assert other["update"] > 1.3 * plain["update"]
     assert other["reference"] == plain["reference"] == pytest.approx(plain["update"] / 3)
     assert other["old logprobs"] == plain["old logprobs"]
+
+
+RANKS = "trainer.placement.policy_num_gpus_per_node=2"
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "samples", "tokens", "overrides", "measured"),
+    [
+        ("qwen3-0.6b", None, 512, 640, [], 2.90),
+        ("qwen3-4b", None, 64, 1_024, [], 3.124),
+        ("qwen3-4b", None, 128, 1_024, [RANKS], 3.165),
+        (
+            "qwen3-4b",
+            None,
+            128,
+            1_024,
+            [RANKS, f"{MEGATRON}.pipeline_model_parallel_size=2", "trainer.max_tokens_per_microbatch=8192"],
+            3.334,
+        ),
+        ("qwen3-4b", None, 64, 1_024, [RANKS, f"{MEGATRON}.tensor_model_parallel_size=2"], 1.819),
+        ("qwen3-4b", None, 4, 32_768, [RANKS, f"{MEGATRON}.context_parallel_size=2"], 7.650),
+        ("qwen3-30b-a3b", 6, 64, 1_024, [], 0.652),
+        ("qwen3-30b-a3b", 6, 128, 1_024, [RANKS, f"{MEGATRON}.expert_model_parallel_size=2"], 0.707),
+    ],
+)
+def test_updates_take_as_long_as_on_h200s(
+    shape: str, layers: int | None, samples: int, tokens: int, overrides: list[str], measured: float
+):
+    """As measured by `python -m benchmarks.step --update-only` (docs/readings/gpu_performance.md)."""
+    workload = [
+        f"trainer.train_batch_size={samples}",
+        f"trainer.policy_mini_batch_size={samples}",
+        "generator.n_samples_per_prompt=1",
+        f"trainer.max_prompt_length={tokens // 2}",
+        f"generator.sampling_params.max_generate_length={tokens // 2}",
+    ]
+    found = seconds(*workload, *overrides, shape=shape, layers=layers)
+    assert found["update"] == pytest.approx(measured, rel=0.02)
+
+
+def test_a_weight_sync_takes_as_long_as_on_h200s():
+    """As measured by `python -m benchmarks.sync --shape qwen3-8b` (docs/readings/weight_sync.md)."""
+    assert seconds(shape="qwen3-8b")["weight sync"] == pytest.approx(0.0634, rel=0.1)
 
 
 def test_a_frozen_model_needs_the_same_memory_if_it_is_to_recompute():
