@@ -49,6 +49,7 @@ def test_the_kl_weight_moves_towards_its_target_and_by_at_most_a_fifth_per_horiz
     assert coefficients.kl == pytest.approx(0.1 * (1 + 0.2 * 2 / 20))
     assert adapted_kl_coef(0.1, 0.45, kl_target=0.5, horizon=20, num_samples=10) == pytest.approx(0.095)
     assert adapted_kl_coef(0.1, 0.0, kl_target=0.5, horizon=1, num_samples=1) == pytest.approx(0.08)
+    assert adapted_kl_coef(0.1, 0.0, kl_target=0.5, horizon=1, num_samples=6) == pytest.approx(0.08), "never negative"
 
 
 def test_a_fixed_weight_and_a_step_without_a_trained_token_change_nothing():
