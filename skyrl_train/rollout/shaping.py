@@ -96,7 +96,7 @@ def _without_rewards(sample: Sample) -> Sample:
 
 def _penalised(sample: Sample, penalty: float, *, is_named: bool) -> Sample:
     """Args: is_named: whether the conversation has named rewards, and so the penalty too, also one of 0."""
-    rewards = sample.rewards.clone()
+    rewards = sample.rewards.to(torch.float64, copy=True)
     rewards[-1] -= penalty
     named = {**sample.named_rewards, "overlong": 0.0 - penalty} if is_named else {}
     return replace(sample, rewards=rewards, named_rewards=named)

@@ -58,6 +58,13 @@ def test_named_rewards_and_the_greedy_response_are_shaped_too():
     assert made.samples[1].named_rewards == {} and made.greedy[0].reward == -1.0
 
 
+def test_rewards_of_whole_numbers_are_penalised_by_parts_of_one():
+    whole = replace(cut_off(1.0), rewards=cut_off(1.0).rewards.int())
+    keys = ["trainer.algorithm.overlong_buffer.len=1", "trainer.algorithm.overlong_buffer.penalty_factor=0.5"]
+    (made,) = shaped([whole], *keys, "generator.sampling_params.max_generate_length=1")
+    assert made.reward == 0.5
+
+
 def test_a_conversation_with_named_rewards_has_a_named_penalty_also_where_it_is_short_or_its_last_turn_has_no_name():
     """Else a weight of this reward would end a run at the first step without a long response."""
     keys = ["trainer.algorithm.overlong_buffer.len=1", "generator.sampling_params.max_generate_length=2"]
