@@ -107,6 +107,7 @@ class Loop(ABC):
         """Begin `train` with the step after this state, which the policy has loaded. Args: groups: finished ones."""
         resume_source(self._source, state.source, groups)
         self.global_step = self._saved_step = state.global_step
+        self._skipped.resumed = state.global_step > 0
         self._pending, self._resumed = state.pending, state
 
     def stop(self) -> None:

@@ -99,6 +99,8 @@ class SkippedUpdates:
     """Steps whose optimizer steps were all skipped because a gradient was not finite."""
 
     def __init__(self) -> None:
+        self.resumed = False
+        """Whether the weights of a checkpoint are trained, which is written after an update."""
         self._num_steps = self._num_skipped = self._in_a_row = 0
         self._skipping: set[str] = set()
         """Models whose last update skipped optimizer steps."""
@@ -137,8 +139,8 @@ class SkippedUpdates:
 
     @property
     def is_all(self) -> bool:
-        """Whether all updates of this process were skipped, and there was one."""
-        return self._num_skipped == self._num_steps > 0
+        """Whether all updates of the run were skipped, and there was one."""
+        return self._num_skipped == self._num_steps > 0 and not self.resumed
 
     @property
     def is_stuck(self) -> bool:

@@ -157,6 +157,14 @@ def test_steps_without_an_update_and_single_skipped_ones_are_no_sign_of_trouble(
     assert skipped.problem is None and not skipped.is_stuck
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_resumed_run_whose_only_update_is_skipped_was_trained_before(resumed: bool):
+    skipped = SkippedUpdates()
+    skipped.resumed = resumed
+    skipped.count(100, updates(1, 1))
+    assert skipped.is_all is (skipped.problem is not None) is not resumed
+
+
 def test_the_first_of_consecutive_updates_with_skipped_steps_is_a_warning(caplog: pytest.LogCaptureFixture):
     skipped = SkippedUpdates()
     for step, num_skipped in enumerate([0, 1, 2, 0, 2], start=1):
