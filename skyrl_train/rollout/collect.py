@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -23,6 +23,8 @@ Result = list[Sample] | Failure
 T = TypeVar("T")
 TAIL_BEGINS = 0.9
 """Fraction of the rollouts; the others are the tail of a collection."""
+CANCEL_S = 30.0
+"""Seconds that a cancelled rollout gets to clean up."""
 
 
 class Progress(Protocol):
@@ -58,7 +60,9 @@ class Collector:
     """Seconds of the last collection after TAIL_BEGINS of its rollouts had ended."""
 
     def __init__(self, rollout: Rollout, engines: Engines, deadline_s: float | None = None) -> None:
-        """Args: deadline_s: seconds without the end of a rollout after which `collect` fails; None: never."""
+        """Args: deadline_s: seconds without the end of a rollout, a request to its engines or an environment's call
+        after which `collect` fails; None: never.
+        """
         self._rollout, self.engines, self.deadline_s = rollout, engines, deadline_s
         self._ended_s = 0.0
         """Time at which a rollout last ended, or a collection began."""
@@ -170,9 +174,10 @@ class Collector:
             ends.append(self._ended_s)
 
     def _check_progress(self, running: Sequence[asyncio.Task[Any]]) -> float:
-        """Seconds in which a rollout has to end. Raises: NoProgress if it is too late, with stacks in the log."""
+        """Seconds in which something has to end. Raises: NoProgress if it is too late, with stacks in the log."""
         assert self.deadline_s is not None
-        if (left_s := self._ended_s + self.deadline_s - time.monotonic()) > 0:
+        quiet_s = min(time.monotonic() - self._ended_s, self.requests.quiet_s)
+        if (left_s := self.deadline_s - quiet_s) > 0:
             return left_s
         names = list(dict.fromkeys(task.get_name() for task in running))
         log.error("no rollout ends. %s", stacks(names[:SHOWN]))
@@ -210,7 +215,27 @@ async def all_or_first_error(
                 )
         return [task.result() for task in tasks if task not in running]
     except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(tasks)
         raise
+
+
+async def cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel the tasks and wait for their ends. One that hangs in its cleanup is cancelled again after CANCEL_S, and
+    then left alone.
+    """
+    running = set(tasks)
+    for _ in range(2):
+        for task in running:
+            task.cancel()
+        if running:
+            _, running = await asyncio.wait(running, timeout=CANCEL_S)
+    if running:
+        names = sorted({task.get_name() for task in running})
+        log.error("%d cancelled rollouts do not end. %s", len(running), stacks(names[:SHOWN]))
+    for task in tasks:
+        has_result(task)  # else asyncio complains of errors that nobody has seen
+
+
+def has_result(task: asyncio.Task[Any]) -> bool:
+    """Whether a task has ended without an error."""
+    return task.done() and not task.cancelled() and task.exception() is None

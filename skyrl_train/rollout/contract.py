@@ -34,10 +34,11 @@ MAX_ABORTS = 8
 
 
 class Requests:
-    """Requests of all rollouts that the engines have not answered."""
+    """Requests of all rollouts that the engines have not answered, and when a rollout last moved."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._sent_s = clock, dict[object, float]()
+        self._moved_s = clock()
 
     def __len__(self) -> int:
         return len(self._sent_s)
@@ -47,6 +48,15 @@ class Requests:
         """Seconds since the oldest was sent; 0 without any."""
         return self._clock() - min(self._sent_s.values(), default=self._clock())
 
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since a request was last answered, or `note_progress` called."""
+        return self._clock() - self._moved_s
+
+    def note_progress(self) -> None:
+        """To be called when something else ends that rollouts wait for, such as an environment's call."""
+        self._moved_s = self._clock()
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Count a request as waiting during the body."""
@@ -54,6 +64,7 @@ class Requests:
         self._sent_s[key] = self._clock()
         try:
             yield
+            self.note_progress()
         finally:
             del self._sent_s[key]
 

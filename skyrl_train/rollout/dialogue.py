@@ -50,9 +50,9 @@ class ChatDialogue:
         """Add the environment's answer to the last response."""
         self._trace.read(self._chat.reply_ids(self._written, observations), observations)
 
-    def cut(self) -> None:
-        """End it because the next request would be too long."""
-        self._trace.stop_reason = "length"
+    def cut(self, max_length: int) -> None:
+        """End it because the next request would be longer than that."""
+        self._trace.cut(max_length)
 
     def samples(self, env_metrics: Mapping[str, Any]) -> list[Sample]:
         """The training samples, without what was read after the last response."""
@@ -101,10 +101,10 @@ class StepWiseDialogue(ChatDialogue):
         self._trace = Trace()
         self.begin(observations)
 
-    def cut(self) -> None:
+    def cut(self, max_length: int) -> None:
         if self._earlier:
             self._trace = self._earlier.pop()
-        super().cut()
+        super().cut(max_length)
 
     def samples(self, env_metrics: Mapping[str, Any]) -> list[Sample]:
         """Metrics of the environment are those of the last."""

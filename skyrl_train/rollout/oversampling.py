@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from skyrl_train.data.order import Order
-from skyrl_train.rollout.collect import Progress, Silent
-from skyrl_train.rollout.source import GroupSource, OnPolicySource, SourceParts, SourceState
+from skyrl_train.rollout.collect import Progress, Silent, cancel, has_result
+from skyrl_train.rollout.source import GroupSource, OnPolicySource, SourceParts, SourceState, row_of
 from skyrl_train.types import Group, Metrics, Prompt, Sample
 
 MAX_CANCELLED = 2
@@ -86,7 +86,7 @@ class OverSamplingSource:
         self._order.resume(state.get("order", state))
         self._epoch = self._order.epoch
         rows = {prompt.uid: prompt for prompt in self._parts.prompts}
-        self._waiting.extend(Row(rows[uid], epoch, number) for uid, epoch, number in state.get("cancelled", []))
+        self._waiting.extend(Row(row_of(rows, uid), epoch, number) for uid, epoch, number in state.get("cancelled", []))
 
     async def _race(self) -> list[tuple[Row, Group]]:
         """The rows and groups of the step, as started; the other rows wait again."""
@@ -112,11 +112,10 @@ class OverSamplingSource:
                         complete[running[task]] = made
                     del running[task]
         finally:
-            for task in running:
-                task.cancel()
-            ends = dict(zip(running.values(), await asyncio.gather(*running, return_exceptions=True), strict=True))
-        complete |= {index: end for index, end in ends.items() if isinstance(end, Group)}  # despite the cancellation
-        cancelled = {index for index, end in ends.items() if isinstance(end, BaseException)}
+            await cancel(running)
+        ends = {index: task.result() for task, index in running.items() if has_result(task)}
+        complete |= {index: group for index, group in ends.items() if group is not None}  # despite the cancellation
+        cancelled = set(running.values()) - ends.keys()
         chosen = sorted(sorted(complete, key=lambda index: index not in due)[: self._size])
         others = sorted(cancelled | complete.keys() - {*chosen})
         self._waiting.extend(

@@ -43,7 +43,8 @@ class Sampler:
     async def sample(self, prompt: Prompt, sampling_params: SamplingParams, engines: Engines) -> list[Sample]:
         """Play one episode: until the environment is done, `max_turns` generations, or a conversation longer than
         `max_input_length` (stop_reason "length"; a prompt that is too long gives a sample without generation, of
-        reward 0 and version 0). Observations after the last generation are not part of a sample.
+        its first `max_input_length` tokens, reward 0 and version 0). Observations after the last generation are not
+        part of a sample.
 
         Raises: EnvironmentFailure; errors of `engines.generate`. The environment is closed once no call of it runs.
         """
@@ -58,31 +59,32 @@ class Sampler:
     async def _play(
         self, prompt: Prompt, episode: Episode, sampling_params: SamplingParams, engines: Engines
     ) -> list[Sample]:
-        messages = await self._on_env_thread(episode, episode.start)
+        messages = await self._on_env_thread(engines, episode, episode.start)
         dialogue = self._dialogue(engines.chat)
         _render(episode, partial(dialogue.begin, messages))
         while True:
             input_ids = dialogue.input_ids()
             if len(input_ids) > engines.max_input_length:
-                dialogue.cut()
-                await self._on_env_thread(episode, episode.finish)
+                dialogue.cut(engines.max_input_length)
+                await self._on_env_thread(engines, episode, episode.finish)
                 return dialogue.samples(episode.metrics)
             generation = await engines.generate(input_ids, sampling_params, prompt.uid)
             dialogue.write(generation)
             last = dialogue.turns == engines.max_turns
-            turn = await self._on_env_thread(
-                episode, partial(episode.step, generation.text, last=last, token_ids=generation.token_ids)
-            )
+            step = partial(episode.step, generation.text, last=last, token_ids=generation.token_ids)
+            turn = await self._on_env_thread(engines, episode, step)
             dialogue.add_reward(turn.reward, turn.named_rewards)
             if turn.done or last:
                 return dialogue.samples(episode.metrics)
             _render(episode, partial(dialogue.answer, turn.observations))
 
-    async def _on_env_thread(self, episode: Episode, function: Callable[[], _T]) -> _T:
+    async def _on_env_thread(self, engines: Engines, episode: Episode, function: Callable[[], _T]) -> _T:
         try:
             return await self._env_pool.submit(function)
         except CallTimeout as error:
             raise episode.failure(f"{error} (environment.step_timeout_s)") from error
+        finally:
+            engines.requests.note_progress()  # where calls queue for a thread, it takes long until a rollout ends
 
 
 def _render(episode: Episode, read: Callable[[], None]) -> None:

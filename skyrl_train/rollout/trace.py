@@ -54,6 +54,14 @@ class Trace:
         self.stop_reason = generation.stop_reason
         self._spans += generation.version_spans or ((generation.policy_version, len(generation.token_ids)),)
 
+    def cut(self, max_length: int) -> None:
+        """End it because the next request would be longer than that. Of a prompt that is longer itself the rest is
+        dropped: none of it is trained, and passes take no longer sample.
+        """
+        self.stop_reason = "length"
+        if self.turns == 0:
+            del self._unanswered[max_length:]
+
     def drop_last(self) -> None:
         """Forget the last token of the last response; its reward moves to the token before it."""
         last = len(self.token_ids) - 1

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from skyrl_train.rollout.admission import Admission
-from skyrl_train.rollout.collect import Collector, Progress, Silent
+from skyrl_train.rollout.collect import Collector, Progress, Silent, cancel
 from skyrl_train.rollout.metrics import evaluation_metrics
 from skyrl_train.rollout.shaping import zero_unfinished
 from skyrl_train.types import Group, Metrics, Prompt, SamplingParams
@@ -138,6 +138,5 @@ class EvaluationBeside:
         if self._running is None:
             return
         log.info("the evaluation of step %d has no score: %s", self._running.step, reason)
-        self._running.task.cancel()
-        await asyncio.gather(self._running.task, return_exceptions=True)
+        await cancel([self._running.task])
         self._running = None

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 
 from skyrl_train.data.order import Order
 from skyrl_train.rollout.admission import Ledger
-from skyrl_train.rollout.collect import Silent, task_name
-from skyrl_train.rollout.source import SourceParts, SourceState
+from skyrl_train.rollout.collect import Silent, cancel, task_name
+from skyrl_train.rollout.source import SourceParts, SourceState, row_of
 from skyrl_train.rollout.streaming.buffer import Buffer, Finished, Ticket
 from skyrl_train.rollout.streaming.measures import StreamMetrics
 from skyrl_train.rollout.streaming.saved_groups import SavedGroup, from_bytes, to_bytes
@@ -152,7 +152,7 @@ class StreamingSource:
         self._order.resume(state.get("order", {}))
         rows = {prompt.uid: prompt for prompt in self._parts.prompts}
         self._buffer = self._new_buffer(state["step"])
-        pending = [(rows[uid], epoch) for uid, epoch in state["pending"]]
+        pending = [(row_of(rows, uid), epoch) for uid, epoch in state["pending"]]
         self._rows.extend(self._restore_groups(state, data, rows) + pending if data else pending)
         done = {name: count for name, count in state.get("ledger", {}).items() if name not in ("generated", "waiting")}
         num_ready = len(self._buffer.ready)
@@ -160,12 +160,21 @@ class StreamingSource:
         self._admission.ledger.check()
 
     def _restore_groups(self, state: SourceState, data: bytes, rows: dict[str, Prompt]) -> list[tuple[Prompt, int]]:
-        """Put finished groups into the buffer; return the rows of those that are too old for the bound.
-        Raises: ValueError.
+        """Put finished groups into the buffer; return the rows of those that are too old for the bound, or lack the
+        greedy response that the estimator now needs. Raises: ValueError.
         """
         newer = self._parts.policy_version() - state["policy_version"]
         self._metrics.steps |= {version + newer: step for version, step in state["steps"]}
-        saved = from_bytes(data, rows, newer)
+        saved, again = list[SavedGroup](), list[tuple[Prompt, int]]()
+        for each in from_bytes(data, rows, newer):
+            if each.group.greedy or not self._parts.with_greedy:
+                saved.append(each)
+            else:
+                again.append((each.group.prompt, each.epoch))
+        if again:
+            log.warning(
+                "%d finished groups of the checkpoint lack a greedy response and are generated again", len(again)
+            )
         left_out = self._buffer.restore([(each.started, each.finished, each.group) for each in saved])
         if left_out:
             log.warning(
@@ -175,14 +184,12 @@ class StreamingSource:
             )
         for number, each in enumerate(saved[left_out:]):
             self._groups[number] = _Running(each.group.prompt, each.epoch, self._note_end)
-        return [(each.group.prompt, each.epoch) for each in saved[:left_out]]
+        return again + [(each.group.prompt, each.epoch) for each in saved[:left_out]]
 
     async def close(self) -> None:
         tasks = [group.task for group in self._groups.values() if group.task is not None]
         self._error = self._error or RuntimeError("the source of groups was closed")
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(tasks)
 
     def _new_buffer(self, step: int) -> Buffer[Group]:
         return Buffer(self._size, self._bound, self._depth, step=step, num_steps=self._parts.num_steps)
@@ -230,6 +237,7 @@ class StreamingSource:
         """Raises: like `next`."""
         missing = self._size - len(self._buffer.ready)
         self._parts.progress.start(max(0, missing) * self._n_samples)
+        wait_s = self._deadline_s
         try:
             while True:
                 self._changed.clear()
@@ -237,9 +245,12 @@ class StreamingSource:
                 if (batch := self._buffer.take()) is not None:
                     return batch
                 try:
-                    await asyncio.wait_for(self._changed.wait(), self._deadline_s)
+                    await asyncio.wait_for(self._changed.wait(), wait_s)
+                    wait_s = self._deadline_s
                 except TimeoutError:
-                    raise self._no_progress() from None
+                    wait_s = self._deadline_s - self._parts.collector.requests.quiet_s
+                    if wait_s <= 0:
+                        raise self._no_progress() from None
         finally:
             self._parts.progress.stop()
 

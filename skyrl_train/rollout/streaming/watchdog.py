@@ -18,16 +18,16 @@ SHOWN = 4
 
 
 class NoProgress(RuntimeError):
-    """No rollout ended for longer than its deadlines allow."""
+    """No rollout, request or environment call ended for longer than a rollout's deadlines allow."""
 
 
 def no_progress(
     quiet_s: float, requests: Requests, *, num_running: int, waits: str, failures: Sequence[str]
 ) -> NoProgress:
-    """The error of a run in which the trainer waits for groups and no rollout ends. Weight syncs and calls of ranks
-    have their own deadlines.
+    """The error of a run in which the trainer waits for groups and rollouts stand still. Weight syncs and calls of
+    ranks have their own deadlines.
 
-    Args: quiet_s: seconds since a rollout last ended; requests: those that the engines have not answered; num_running:
+    Args: quiet_s: seconds since anything last ended; requests: those that the engines have not answered; num_running:
         rollouts or groups that run; waits: what the step waits for, as a sentence; failures: of rollouts, since the
         last batch.
     """
@@ -40,7 +40,8 @@ def no_progress(
         cause = "no group runs, and none may start. This is a bug in the source"
     failed = f" {len(failures)} rollouts failed since the last step: {'; '.join(failures[-SHOWN:])}."
     return NoProgress(
-        f"no rollout ended for {quiet_s:g} s, longer than all turns of one may take: {cause}. {waits}."
+        f"no rollout, request or environment call ended for {quiet_s:g} s, longer than all turns of one may take: "
+        f"{cause}. {waits}."
         f"{failed if failures else ''} The log has the stacks. If rollouts need more time, raise trainer.timeout_s"
     )
 

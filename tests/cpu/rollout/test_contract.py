@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
+from skyrl_train.batching.build import build_experience
 from skyrl_train.faults import TENSORS, name_of
 from skyrl_train.rollout.admission import Admission, TooManyFailures
 from skyrl_train.rollout.collect import Collector
@@ -66,6 +67,38 @@ def test_rollouts_that_never_end_end_the_collection_with_the_cause_and_their_sta
     assert "no request is at the engines: environments, or the rollouts' own code, do not return" in str(raised.value)
     assert "2 rollouts run, of prompt b. The log has the stacks" in str(raised.value)
     assert "in hangs" in caplog.text and cancelled == ["b", "b"]
+
+
+def test_a_cancelled_rollout_that_hangs_in_its_cleanup_holds_no_error_back(monkeypatch: pytest.MonkeyPatch):
+    async def rollout(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
+        try:
+            await asyncio.sleep(0.1 if prompt.uid == "a" else 100)
+            raise ValueError("mine")
+        finally:
+            if prompt.uid == "b":
+                await asyncio.sleep(100)
+
+    monkeypatch.setattr("skyrl_train.rollout.collect.CANCEL_S", 0.1)
+    with pytest.raises(RolloutFailure, match="mine"):
+        collect(rollout, "ab")
+
+
+@pytest.mark.parametrize("moves", ["an engine answers", "an environment's call ends"])
+def test_rollouts_that_move_may_take_longer_than_the_deadline(moves: str):
+    """Those of a large step queue for an engine, or for a thread of the environments."""
+
+    async def rollout(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
+        for _ in range(8):
+            await asyncio.sleep(0.1)
+            if moves == "an engine answers":
+                await engines.generate([1], params, prompt.uid)
+            else:
+                engines.requests.note_progress()
+        return sample(1.0)
+
+    collector = Collector(rollout, engines_of(Recorder()), deadline_s=0.4)
+    (group,) = asyncio.run(collector.collect([prompt("a")], 2, PARAMS, Quiet(), Admission(0)))
+    assert len(group.samples) == 2
 
 
 def test_a_rollout_asks_the_engines_and_each_of_its_requests_has_a_seed_of_its_own():
@@ -214,7 +247,9 @@ def test_samples_of_other_usual_dtypes_are_trained():
     made = sample(1.0)
     made = replace(made, rewards=made.rewards.int(), rollout_logprobs=made.rollout_logprobs.double())
     made = replace(made, named_rewards={"a": np.float32(1), "b": torch.tensor(1.0)}, turns=np.int64(1))
-    assert collect(returns(made), "a")[0]
+    (group,) = collect(returns(made), "a")[0]
+    batch = build_experience([group], policy_version=0)
+    assert (batch.rewards.dtype, batch.rollout_logprobs.dtype) == (torch.float64, torch.float32)
 
 
 async def misspells(prompt: Prompt, params: SamplingParams, engines: Any) -> Sample:

@@ -445,7 +445,9 @@ def test_the_cause_of_a_stall_is_the_part_for_which_the_others_wait(changes: dic
         now = iter([62.0] * 9)
         running = changes.get("num_running", 2)
         text = str(no_progress(60, requests, num_running=running, waits="Step 7 waits", failures=["no disk"]))
-    assert cause in text and "no rollout ended for 60 s" in text and ". Step 7 waits." in text
+    assert (
+        cause in text and "no rollout, request or environment call ended for 60 s" in text and ". Step 7 waits." in text
+    )
     assert "1 rollouts failed since the last step: no disk" in text
 
 
@@ -705,3 +707,30 @@ def test_more_samples_than_engines_can_generate_are_warned_of(caplog: pytest.Log
     assert not caplog.records
     World("generator.max_num_seqs=7")
     assert "16 samples may be in flight, and the engines generate 7 at a time" in caplog.text
+
+
+def test_finished_groups_without_the_greedy_response_that_is_now_needed_are_generated_again(
+    caplog: pytest.LogCaptureFixture,
+):
+    async def main() -> None:
+        _, _, (state, data) = await leg(3, None, play=at_once)
+        assert data
+        resumed = World("trainer.max_staleness=3", "trainer.pipeline_depth=2", num_rows=80)
+        resumed.source._parts = replace(resumed.source._parts, with_greedy=True)
+        resumed.version = state["policy_version"]
+        resumed.source.restore(state, data)
+        assert not resumed.source._buffer.ready and "lack a greedy response and are generated again" in caplog.text
+        assert all(group.greedy for group in await resumed.step())
+        await resumed.source.close()
+
+    asyncio.run(main())
+
+
+def test_a_row_that_the_data_no_longer_has_is_named():
+    async def main() -> None:
+        _, _, (state, _) = await leg(3, None, play=at_once)
+        state["pending"] = [["no row", 0]]
+        with pytest.raises(ValueError, match="the checkpoint names the row no row, which is not among this run's"):
+            World("trainer.max_staleness=3", "trainer.pipeline_depth=2", num_rows=80).source.restore(state, b"")
+
+    asyncio.run(main())
