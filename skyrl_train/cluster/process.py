@@ -18,6 +18,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from skyrl_train.cancellation import in_thread
 from skyrl_train.device.memory import memory_in_use
 from skyrl_train.device.nvml import DeviceUse, devices_in_use, gib
 
@@ -146,7 +147,7 @@ def wait_ended(pids: list[int], timeout_s: float) -> list[int]:
 async def on_node(node: str, function: Callable[..., T], *args: Any) -> T:
     """Run a function on a node. Raises: RayError if that is another node, and dead."""
     if node == ray.get_runtime_context().get_node_id():  # a task would start a process of 2 s for it
-        return await asyncio.to_thread(function, *args)
+        return await in_thread(function, *args)
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
     task: Any = ray.remote(function)
     task = task.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)

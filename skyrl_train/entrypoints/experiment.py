@@ -27,7 +27,7 @@ from skyrl_train.entrypoints.run import Run
 from skyrl_train.entrypoints.verify_template.before_run import check_conversations
 from skyrl_train.imports import imported
 from skyrl_train.rollout.collect import Collector
-from skyrl_train.rollout.contract import Engines, Rollout
+from skyrl_train.rollout.contract import Engines, Requests, Rollout
 from skyrl_train.rollout.dialogue import dialogue_class
 from skyrl_train.rollout.env_pool import EnvPool
 from skyrl_train.rollout.sample import Sampler, check_environments
@@ -182,6 +182,8 @@ class Experiment(Run[Config, Processes]):
     def _watched(self, collector: Collector) -> Collector:
         """The collector for evaluations, with a deadline of their own also in a streaming run."""
         watched = copy.copy(collector)
+        watched.engines = copy.copy(collector.engines)
+        watched.engines.requests = Requests(others=collector.requests)
         watched.deadline_s = deadline_s(self.config, num_attempts=1)
         return watched
 

@@ -6,15 +6,16 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
+from skyrl_train.cancellation import cancel
 from skyrl_train.faults import described, faults_of, is_cancellation, listed, name_of
 from skyrl_train.rollout.admission import Admission, Failure
 from skyrl_train.rollout.contract import Engines, Requests, Rollout, RolloutFailure
 from skyrl_train.rollout.seeds import seeded
-from skyrl_train.rollout.streaming.watchdog import SHOWN, no_progress, stacks
+from skyrl_train.rollout.streaming.watchdog import SHOWN, no_progress, stacks, warn_of_slow
 from skyrl_train.types import Group, Prompt, Sample, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -23,8 +24,6 @@ Result = list[Sample] | Failure
 T = TypeVar("T")
 TAIL_BEGINS = 0.9
 """Fraction of the rollouts; the others are the tail of a collection."""
-CANCEL_S = 30.0
-"""Seconds that a cancelled rollout gets to clean up."""
 
 
 class Progress(Protocol):
@@ -66,6 +65,8 @@ class Collector:
         self._rollout, self.engines, self.deadline_s = rollout, engines, deadline_s
         self._ended_s = 0.0
         """Time at which a rollout last ended, or a collection began."""
+        self._warned_s = 0.0
+        """`_ended_s` of the last warning."""
 
     @property
     def requests(self) -> Requests:
@@ -176,10 +177,13 @@ class Collector:
     def _check_progress(self, running: Sequence[asyncio.Task[Any]]) -> float:
         """Seconds in which something has to end. Raises: NoProgress if it is too late, with stacks in the log."""
         assert self.deadline_s is not None
-        quiet_s = min(time.monotonic() - self._ended_s, self.requests.quiet_s)
-        if (left_s := self.deadline_s - quiet_s) > 0:
-            return left_s
+        since_end_s = time.monotonic() - self._ended_s
         names = list(dict.fromkeys(task.get_name() for task in running))
+        if (left_s := self.deadline_s - min(since_end_s, self.requests.quiet_s)) > 0:
+            if since_end_s >= self.deadline_s and self._warned_s != self._ended_s:
+                self._warned_s = self._ended_s
+                warn_of_slow(since_end_s, names)
+            return left_s
         log.error("no rollout ends. %s", stacks(names[:SHOWN]))
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         waits = f"{len(running)} rollouts run, of {', '.join(names[:SHOWN])}{more}"
@@ -217,25 +221,3 @@ async def all_or_first_error(
     except BaseException:
         await cancel(tasks)
         raise
-
-
-async def cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel the tasks and wait for their ends. One that hangs in its cleanup is cancelled again after CANCEL_S, and
-    then left alone.
-    """
-    running = set(tasks)
-    for _ in range(2):
-        for task in running:
-            task.cancel()
-        if running:
-            _, running = await asyncio.wait(running, timeout=CANCEL_S)
-    if running:
-        names = sorted({task.get_name() for task in running})
-        log.error("%d cancelled rollouts do not end. %s", len(running), stacks(names[:SHOWN]))
-    for task in tasks:
-        has_result(task)  # else asyncio complains of errors that nobody has seen
-
-
-def has_result(task: asyncio.Task[Any]) -> bool:
-    """Whether a task has ended without an error."""
-    return task.done() and not task.cancelled() and task.exception() is None

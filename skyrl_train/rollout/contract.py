@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from numbers import Integral
 from typing import TYPE_CHECKING
@@ -36,8 +36,9 @@ MAX_ABORTS = 8
 class Requests:
     """Requests of all rollouts that the engines have not answered, and when a rollout last moved."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._sent_s = clock, dict[object, float]()
+    def __init__(self, clock: Callable[[], float] = time.monotonic, others: Requests | None = None) -> None:
+        """Args: others: those of rollouts that share the engines, whose answers are progress of requests that wait."""
+        self._clock, self._sent_s, self._others = clock, dict[object, float](), others
         self._moved_s = clock()
 
     def __len__(self) -> int:
@@ -51,7 +52,8 @@ class Requests:
     @property
     def quiet_s(self) -> float:
         """Seconds since a request was last answered, or `note_progress` called."""
-        return self._clock() - self._moved_s
+        own_s = self._clock() - self._moved_s
+        return own_s if self._others is None or not self._sent_s else min(own_s, self._others.quiet_s)
 
     def note_progress(self) -> None:
         """To be called when something else ends that rollouts wait for, such as an environment's call."""
@@ -63,7 +65,8 @@ class Requests:
         key = object()
         self._sent_s[key] = self._clock()
         try:
-            yield
+            with nullcontext() if self._others is None else self._others.waiting():
+                yield
             self.note_progress()
         finally:
             del self._sent_s[key]

@@ -1,22 +1,20 @@
-"""Run an event loop that calls of users' code cannot hold up for good. If one blocks the loop, such as a rollout that
-waits without `await`, nothing else of the run continues, neither deadlines nor signals: that is noticed and ended. One
-that never returns in a thread of the loop is left behind at the end.
+"""Notice that a run's event loop is blocked, for example by a rollout that waits without `await`: nothing else of the
+run continues then, neither deadlines nor signals.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
+
+from skyrl_train.cancellation import until_ended
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -26,7 +24,6 @@ BLOCKED_S = 5.0
 """Seconds after which a second signal ends the call that blocks the loop."""
 WARNING_S = 30.0
 """Seconds after which the log has the stack of the call."""
-MAX_THREADS = 32
 REMEDY = (
     "Code that runs in the event loop must await what takes time: use an async client, or asyncio.to_thread(function)"
 )
@@ -43,55 +40,11 @@ class LoopBlocked(KeyboardInterrupt):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`. Raises: RuntimeError for a loop that was blocked."""
+    """Like `asyncio.run`, without waiting for what does not end. Raises: RuntimeError for a loop that was blocked."""
     try:
-        return asyncio.run(_with_daemon_threads(main))
+        return asyncio.run(until_ended(main))
     except LoopBlocked as blocked:
         raise RuntimeError(str(blocked)) from blocked
-
-
-async def _with_daemon_threads(main: Coroutine[Any, Any, T]) -> T:
-    asyncio.get_running_loop().set_default_executor(DaemonThreads())
-    return await main
-
-
-class DaemonThreads(ThreadPoolExecutor):
-    """Threads of `asyncio.to_thread` that neither `asyncio.run` nor Python's exit waits for: a call that never returns
-    would keep a failed run alive, with its error unprinted.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # asyncio accepts no other executor; that one's threads never start
-        self._calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
-        self._lock = threading.Lock()
-        self._num_threads = self._num_calls = 0
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future = Future[Any]()
-        with self._lock:
-            self._num_calls += 1
-            if self._num_threads < min(self._num_calls, MAX_THREADS):
-                self._num_threads += 1
-                threading.Thread(target=self._work, name="skyrl-call", daemon=True).start()
-        self._calls.put((future, partial(fn, *args, **kwargs)))
-        return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Let idle threads end; wait for none."""
-        for _ in range(self._num_threads):
-            self._calls.put(None)
-
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            future, function = call
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(function())
-                except BaseException as error:  # raised where the call is awaited
-                    future.set_exception(error)
-            del call, future, function
-            with self._lock:
-                self._num_calls -= 1
 
 
 class LoopWatch:

@@ -8,8 +8,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
+from skyrl_train.cancellation import cancel
 from skyrl_train.rollout.admission import Admission
-from skyrl_train.rollout.collect import Collector, Progress, Silent, cancel
+from skyrl_train.rollout.collect import Collector, Progress, Silent
 from skyrl_train.rollout.metrics import evaluation_metrics
 from skyrl_train.rollout.shaping import zero_unfinished
 from skyrl_train.types import Group, Metrics, Prompt, SamplingParams

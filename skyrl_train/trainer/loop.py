@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
@@ -10,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.cancellation import in_thread
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.ranks.model_group import ModelGroup
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
@@ -107,7 +107,7 @@ class Loop(ABC):
         """Begin `train` with the step after this state, which the policy has loaded. Args: groups: finished ones."""
         resume_source(self._source, state.source, groups)
         self.global_step = self._saved_step = state.global_step
-        self._skipped.resumed = state.global_step > 0
+        self._skipped.resumed = state.policy_version > 0
         self._pending, self._resumed = state.pending, state
 
     def stop(self) -> None:
@@ -268,7 +268,7 @@ class Loop(ABC):
             folder = self._checkpoints.folder(step)
             try:
                 self._checkpoints.begin(folder)
-                groups_sum = await asyncio.to_thread(write_groups, folder, groups)
+                groups_sum = await in_thread(write_groups, folder, groups)
                 sums, critic_sums = await self._policy.copy_state(str(folder)), []
                 if self._critic is not None:
                     await self._critic.load()

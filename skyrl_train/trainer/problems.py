@@ -100,7 +100,7 @@ class SkippedUpdates:
 
     def __init__(self) -> None:
         self.resumed = False
-        """Whether the weights of a checkpoint are trained, which is written after an update."""
+        """Whether the run began with trained weights."""
         self._num_steps = self._num_skipped = self._in_a_row = 0
         self._skipping: set[str] = set()
         """Models whose last update skipped optimizer steps."""

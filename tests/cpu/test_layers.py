@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "types": "",
     "faults": "types",
     "spelling": "",
+    "cancellation": "",
     "imports": "spelling",
     "algorithms": "imports spelling",
     "config": "algorithms spelling",
@@ -28,20 +29,22 @@ MAY_IMPORT = {
     "envs": "faults imports",
     "weight_sync": "device imports stores kernels",
     "hf": "config",
-    "tracking": "types config imports",
+    "tracking": "types cancellation config imports",
     "engines": "types config device imports ranks hf weight_sync",
     "checks": "config imports algorithms hf weight_sync engines spelling",
     "data": "types config imports",
     "batching": "types faults algorithms",
-    "rollout": "types faults config tracking data envs",
+    "rollout": "types faults cancellation config tracking data envs",
     # the heaviest package; it knows no engine, and no engine knows it
     "megatron": "types config device file_sum ranks stores algorithms kernels hf batching weight_sync",
     # processes: ranks are named to them as text (module:class), so cluster imports no Megatron
-    "cluster": "types config device imports file_sum ranks stores algorithms hf weight_sync engines",
+    "cluster": "types cancellation config device imports file_sum ranks stores algorithms hf weight_sync engines",
     # what a run will take; Megatron's and the engines' own rules, without their packages
     "forecast": "config device algorithms checks hf engines megatron cluster",
     # the driver
-    "trainer": "types config file_sum ranks algorithms hf weight_sync tracking data batching rollout cluster",
+    "trainer": (
+        "types cancellation config file_sum ranks algorithms hf weight_sync tracking data batching rollout cluster"
+    ),
     "service": (
         "types faults config algorithms spelling hf weight_sync tracking checks data batching rollout cluster forecast "
         "trainer"

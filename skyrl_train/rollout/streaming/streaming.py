@@ -8,14 +8,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from skyrl_train.cancellation import cancel
 from skyrl_train.data.order import Order
 from skyrl_train.rollout.admission import Ledger
-from skyrl_train.rollout.collect import Silent, cancel, task_name
+from skyrl_train.rollout.collect import Silent, task_name
 from skyrl_train.rollout.source import SourceParts, SourceState, row_of
 from skyrl_train.rollout.streaming.buffer import Buffer, Finished, Ticket
 from skyrl_train.rollout.streaming.measures import StreamMetrics
 from skyrl_train.rollout.streaming.saved_groups import SavedGroup, from_bytes, to_bytes
-from skyrl_train.rollout.streaming.watchdog import SHOWN, NoProgress, deadline_s, no_progress, stacks
+from skyrl_train.rollout.streaming.watchdog import SHOWN, NoProgress, deadline_s, no_progress, stacks, warn_of_slow
 from skyrl_train.types import Group, Metrics, Prompt, Sample
 
 log = logging.getLogger(__name__)
@@ -251,12 +252,18 @@ class StreamingSource:
                     wait_s = self._deadline_s - self._parts.collector.requests.quiet_s
                     if wait_s <= 0:
                         raise self._no_progress() from None
+                    warn_of_slow(self._deadline_s, [task_name(group.prompt) for _, group in self._awaited])
         finally:
             self._parts.progress.stop()
 
+    @property
+    def _awaited(self) -> list[tuple[Ticket, _Running]]:
+        """What the step waits for."""
+        return [(ticket, self._groups[ticket.number]) for ticket in self._buffer.awaited]
+
     def _no_progress(self) -> NoProgress:
         """Names what the step waits for and why; the stacks of these rollouts go to the log."""
-        awaited = [(ticket, self._groups[ticket.number]) for ticket in self._buffer.awaited]
+        awaited = self._awaited
         log.error("no rollout ends. %s", stacks(task_name(group.prompt) for _, group in awaited[:SHOWN]))
         shown = ", ".join(
             f"{group.prompt.name} ({group.num_ended} of {self._n_samples} rollouts ended, started in step "

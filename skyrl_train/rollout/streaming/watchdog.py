@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import threading
 import traceback
@@ -14,6 +15,7 @@ from skyrl_train.config import Config
 from skyrl_train.rollout.contract import Requests
 from skyrl_train.rollout.env_pool import WORKER_NAME
 
+log = logging.getLogger(__name__)
 SHOWN = 4
 
 
@@ -43,6 +45,15 @@ def no_progress(
         f"no rollout, request or environment call ended for {quiet_s:g} s, longer than all turns of one may take: "
         f"{cause}. {waits}."
         f"{failed if failures else ''} The log has the stacks. If rollouts need more time, raise trainer.timeout_s"
+    )
+
+
+def warn_of_slow(quiet_s: float, names: Sequence[str]) -> None:
+    """Warn that rollouts move and none ends. Args: quiet_s: since the last one ended; names: of their tasks."""
+    log.warning(
+        "no rollout has ended for %.0f s, though engines or environments answer. Do these end? %s",
+        quiet_s,
+        stacks(names[:SHOWN]),
     )
 
 

@@ -77,6 +77,8 @@ def test_updates_take_as_long_as_on_h200s(
 def test_a_weight_sync_takes_as_long_as_on_h200s():
     """As measured by `python -m benchmarks.sync --shape qwen3-8b` (docs/readings/weight_sync.md)."""
     assert seconds(shape="qwen3-8b")["weight sync"] == pytest.approx(0.0634, rel=0.1)
+    stages = [RANKS, f"{MEGATRON}.pipeline_model_parallel_size=2"]
+    assert seconds(*stages)["weight sync"] == seconds()["weight sync"], "one stage sends after the other"
 
 
 def test_a_frozen_model_needs_the_same_memory_if_it_is_to_recompute():

@@ -19,7 +19,7 @@ from skyrl_train.batching.build import build_experience
 from skyrl_train.faults import TENSORS, name_of
 from skyrl_train.rollout.admission import Admission, TooManyFailures
 from skyrl_train.rollout.collect import Collector
-from skyrl_train.rollout.contract import Engines, GenerationAborted, Rollout, RolloutFailure
+from skyrl_train.rollout.contract import Engines, GenerationAborted, Requests, Rollout, RolloutFailure
 from skyrl_train.rollout.streaming.watchdog import NoProgress
 from skyrl_train.rollout.trace import Trace
 from skyrl_train.types import Generation, Group, Prompt, Sample, SamplingParams
@@ -69,6 +69,7 @@ def test_rollouts_that_never_end_end_the_collection_with_the_cause_and_their_sta
     assert "in hangs" in caplog.text and cancelled == ["b", "b"]
 
 
+@pytest.mark.timeout(60)
 def test_a_cancelled_rollout_that_hangs_in_its_cleanup_holds_no_error_back(monkeypatch: pytest.MonkeyPatch):
     async def rollout(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
         try:
@@ -78,13 +79,13 @@ def test_a_cancelled_rollout_that_hangs_in_its_cleanup_holds_no_error_back(monke
             if prompt.uid == "b":
                 await asyncio.sleep(100)
 
-    monkeypatch.setattr("skyrl_train.rollout.collect.CANCEL_S", 0.1)
+    monkeypatch.setattr("skyrl_train.cancellation.CANCEL_S", 0.1)
     with pytest.raises(RolloutFailure, match="mine"):
         collect(rollout, "ab")
 
 
 @pytest.mark.parametrize("moves", ["an engine answers", "an environment's call ends"])
-def test_rollouts_that_move_may_take_longer_than_the_deadline(moves: str):
+def test_rollouts_that_move_may_take_longer_than_the_deadline(moves: str, caplog: pytest.LogCaptureFixture):
     """Those of a large step queue for an engine, or for a thread of the environments."""
 
     async def rollout(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
@@ -99,6 +100,20 @@ def test_rollouts_that_move_may_take_longer_than_the_deadline(moves: str):
     collector = Collector(rollout, engines_of(Recorder()), deadline_s=0.4)
     (group,) = asyncio.run(collector.collect([prompt("a")], 2, PARAMS, Quiet(), Admission(0)))
     assert len(group.samples) == 2
+    assert caplog.text.count("no rollout has ended for") == 1 and "in rollout" in caplog.text
+
+
+def test_answers_to_others_are_progress_of_requests_that_wait_and_of_nothing_else():
+    now = 0.0
+    others = Requests(lambda: now)
+    requests = Requests(lambda: now, others)
+    now = 5.0
+    others.note_progress()
+    assert requests.quiet_s == 5.0
+    with requests.waiting():
+        now = 6.0
+        assert requests.quiet_s == 1.0 and len(others) == len(requests) == 1
+    assert requests.quiet_s == others.quiet_s == 0.0 and len(others) == 0
 
 
 def test_a_rollout_asks_the_engines_and_each_of_its_requests_has_a_seed_of_its_own():

@@ -9,7 +9,7 @@ import skyrl_gym
 import torch
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
-from skyrl_train.rollout.contract import GenerationAborted
+from skyrl_train.rollout.contract import GenerationAborted, Requests
 from skyrl_train.rollout.episode import EnvironmentFailure
 from skyrl_train.rollout.trace import Trace
 from skyrl_train.types import Generation, Prompt
@@ -128,16 +128,23 @@ def test_sample_ends_after_max_turns_without_the_environments_last_words(registe
     assert [env.closed for env in Talkative.made] == [1]
 
 
-@pytest.mark.parametrize(("limit", "turns"), [(4, 0), (6, 1), (12, 1), (13, 2)])
+@pytest.mark.parametrize(("limit", "turns"), [(4, 0), (5, 0), (6, 1), (12, 1), (13, 2)])
 def test_conversation_that_outgrows_max_input_length_ends_before_its_next_turn(limit, turns):
     tokenizer = tiny_tokenizer()  # guess: is 6 tokens, with 5 and higher 13
     sample = play(Script(tokenizer, "5", "7"), prompt("guess_number"), max_input_length=limit)
     assert sample.turns == turns
     assert sample.stop_reason == ("stop" if turns == 2 else "length")
-    assert tokenizer.decode(sample.token_ids) == ["gues", "guess:5", "guess:5higher7"][turns]
+    assert tokenizer.decode(sample.token_ids) == ["guess:"[:limit], "guess:5", "guess:5higher7"][turns]
     assert int(sample.loss_mask.sum()) == turns
     assert sample.reward == (1.0 if turns == 2 else 0.0)
     assert sample.env_metrics == {"turns": turns}
+
+
+def test_the_end_of_an_environments_call_is_progress(monkeypatch: pytest.MonkeyPatch):
+    ends = []
+    monkeypatch.setattr(Requests, "note_progress", lambda self: ends.append(self))
+    play(Script(tiny_tokenizer()), prompt("guess_number"), max_input_length=4)
+    assert len(ends) == 2, "start and finish"
 
 
 def test_stop_reason_is_that_of_the_last_generation():

@@ -66,7 +66,7 @@ def test_rewards_of_whole_numbers_are_penalised_by_parts_of_one():
 
 
 def test_a_conversation_with_named_rewards_has_a_named_penalty_also_where_it_is_short_or_its_last_turn_has_no_name():
-    """Else a weight of this reward would end a run at the first step without a long response."""
+    """Else the reward would come and go from step to step."""
     keys = ["trainer.algorithm.overlong_buffer.len=1", "generator.sampling_params.max_generate_length=2"]
     first = replace(sample(1.0), named_rewards={"a": 1.0}, ends_conversation=False)
     after = shaped([first, sample(0.0), replace(sample(1.0), named_rewards={"a": 1.0})], *keys)

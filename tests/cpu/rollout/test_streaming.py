@@ -403,6 +403,24 @@ async def hangs_in_the_engines(world: World, prompt: Prompt, number: int) -> Non
         await asyncio.sleep(100)
 
 
+async def moves_for_long(world: World, prompt: Prompt, number: int) -> None:
+    for _ in range(12):
+        await asyncio.sleep(0.05)
+        with world.source._parts.collector.requests.waiting():
+            pass
+
+
+def test_rollouts_that_move_may_take_longer_than_the_deadline_and_are_warned_of(caplog: pytest.LogCaptureFixture):
+    async def main() -> None:
+        world = World("trainer.max_staleness=0", play=moves_for_long)
+        world.source._deadline_s = 0.3
+        assert await world.source.next()
+        assert "no rollout has ended for 0 s, though engines or environments answer" in caplog.text
+        await world.source.close()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("play", "cause"),
     [

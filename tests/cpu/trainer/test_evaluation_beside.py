@@ -448,10 +448,22 @@ def test_an_evaluation_of_a_streaming_run_that_stalls_ends_it(monkeypatch: pytes
         made: Parts = run._parts(processes, hangs, None, SimpleNamespace(evaluation=None))
         return made
 
+    async def beside_training(evaluation: Evaluation) -> None:
+        async def train() -> None:
+            while True:
+                evaluation.collector.requests._others.note_progress()  # type: ignore[union-attr]
+                await asyncio.sleep(0.01)
+
+        training = asyncio.create_task(train())
+        try:
+            await evaluation.groups(1, Quiet())
+        finally:
+            training.cancel()
+
     made = parts("false")
     for evaluation in (made.evaluation, made.beside._evaluation):
         with pytest.raises(NoProgress):
-            asyncio.run(evaluation.groups(1, Quiet()))
+            asyncio.run(beside_training(evaluation))
     frozen = parts("true")  # by each update, for as long as that takes
     assert frozen.evaluation.collector.deadline_s == 0.1 and frozen.beside._evaluation.collector.deadline_s is None
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,12 +158,18 @@ def test_steps_without_an_update_and_single_skipped_ones_are_no_sign_of_trouble(
     assert skipped.problem is None and not skipped.is_stuck
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_a_resumed_run_whose_only_update_is_skipped_was_trained_before(resumed: bool):
-    skipped = SkippedUpdates()
-    skipped.resumed = resumed
-    skipped.count(100, updates(1, 1))
-    assert skipped.is_all is (skipped.problem is not None) is not resumed
+@pytest.mark.parametrize("version", [0, 3])
+def test_a_resumed_run_whose_only_update_is_skipped_is_trained_if_its_checkpoint_was(version: int, tmp_path: Path):
+    trainer = trainer_config(tmp_path, "trainer.ckpt_interval=3")
+    asyncio.run(Counting(trainer, 3).train())
+    resumed = Counting(trainer, 4)
+    state = load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(3)).state
+    resumed.resume(replace(state, policy_version=version))
+    resumed.metrics = updates(1, 1)
+    failed = pytest.raises(RunIncomplete, match="was not trained") if version == 0 else contextlib.nullcontext()
+    with failed:
+        asyncio.run(resumed.train())
+    assert resumed.global_step == 4 and steps(trainer) == [3] + [4] * (version > 0)
 
 
 def test_the_first_of_consecutive_updates_with_skipped_steps_is_a_warning(caplog: pytest.LogCaptureFixture):
