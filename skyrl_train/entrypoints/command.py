@@ -29,7 +29,7 @@ from skyrl_train.config.training import RunConfig
 from skyrl_train.entrypoints.ending import last_lines, print_report, resume_command
 from skyrl_train.imports import imported, quick_imports, require_working_torchvision
 from skyrl_train.tracking import loop_watch
-from skyrl_train.tracking.loop_watch import LoopWatch, Terminated
+from skyrl_train.tracking.console import lossy_stdout
 from skyrl_train.tracking.run_dir import RunDir, is_unfinished, run_dir_for
 
 if TYPE_CHECKING:
@@ -131,11 +131,11 @@ def guarded(work: Callable[[], int], console: Console, errors: tuple[type[Except
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
-    raise Terminated
+    raise loop_watch.Terminated
 
 
 def _exit_code(interrupt: KeyboardInterrupt) -> int:
-    return 128 + (signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT)
+    return 128 + (signal.SIGTERM if isinstance(interrupt, loop_watch.Terminated) else signal.SIGINT)
 
 
 def prepare(command: Command[T], config: T) -> None:
@@ -159,7 +159,7 @@ def run(
 ) -> Ended:
     """Train with a checked configuration; a failure is printed. Args: argv: of the command line, if there was one."""
     secrets = secrets_in(config)
-    with hidden_in_logs(secrets):
+    with hidden_in_logs(secrets), lossy_stdout():
         resume = resume_command(command.program.module, argv, secrets)
         return _run(command, config, console, secrets, interrupts or Interrupts(), resume)
 
@@ -247,29 +247,29 @@ async def _until_signal(
     if not is_main:
         interrupts.connect(partial(loop.call_soon_threadsafe, on_signal, signal.SIGINT))
     try:
-        with LoopWatch(training.config.trainer.timeout_s, on_signal if is_main else None):
+        with loop_watch.LoopWatch(training.config.trainer.timeout_s, on_signal if is_main else None):
             if not training.is_done:
                 await training.run(run_dir)
     except asyncio.CancelledError:
         if not received:
             raise
-    except SystemExit:
-        # SIGTERM while Ray starts, whose own handler exits.
-        return signal.SIGTERM
+    except SystemExit as end:
+        if training.loop is not None:
+            raise RuntimeError(f"a call of sys.exit({end.code!r}) ended the step") from end
+        return signal.SIGTERM  # while Ray starts, whose own handler exits
     except Exception as error:
         if not received:
             raise
-        reason = secrets.text(str(error))
-        console.print(f"the current step was aborted: {reason}", style="yellow", markup=False, soft_wrap=True)
+        text = f"the current step was aborted: {secrets.text(str(error))}"
+        console.print(text, style="yellow", markup=False, soft_wrap=True)
     return received[0] if received else None
 
 
 def report_failure(
     error: Exception, run_dir: RunDir | None, console: Console, secrets: Secrets = BY_NAME, moved_from: str = ""
 ) -> None:
-    """Print the error; the traceback goes into the run's folder, if there is one.
-    Args: moved_from: the folder in which the error's log files were before it gave way to an earlier run.
-    """
+    """Print the error; the traceback goes into the run's folder, if there is one. Args: moved_from: the folder in which
+    the error's log files were before it gave way to an earlier run."""
     message, where = str(error), ""
     if run_dir is not None and moved_from:
         message = message.replace(f"{Path(moved_from).expanduser().resolve()}/", f"{run_dir.path}/")

@@ -172,7 +172,7 @@ class Experiment(Run[Config, Processes]):
             max_turns=generator.max_turns,
             config=self.config,
             # Some models that are evaluated alone, such as those with images, have it elsewhere.
-            vocab_size=getattr(self.model_config, "vocab_size", None),
+            vocab_size=getattr(self.model_config.get_text_config(), "vocab_size", None),
         )
         # Rollouts of a stream also run while the trainer holds shared devices, so their source watches them.
         is_stream = self.config.trainer.source == "streaming"

@@ -31,6 +31,7 @@ from skyrl_train.entrypoints.resume import (
     identities,
     lock_checkpoints,
     require_export_folder,
+    require_models_outside,
     resumes_in_its_folder,
     with_missing_export,
 )
@@ -70,7 +71,8 @@ class Run(ABC, Generic[C, P]):
         self._started = time.perf_counter()
         self.model_folder, self.model_config = self.load_model()
         self.tokenizer = self.get_tokenizer()
-        check_tokenizer(self.tokenizer, self.model_config.vocab_size, config.trainer.policy.model.path)
+        vocab_size = self.model_config.get_text_config().vocab_size
+        check_tokenizer(self.tokenizer, vocab_size, config.trainer.policy.model.path)
         self.check_models()
         self._local_kind = local_gpu_kind()
         if self._local_kind is not None:
@@ -140,7 +142,10 @@ class Run(ABC, Generic[C, P]):
         self.base = identities(trainer, self.model_folder)
         chosen = chosen_checkpoint(trainer, self.num_train_rows, self.model_folder)
         self.checkpoint = chosen and with_missing_export(chosen, trainer, self.num_steps)
-        return resumes_in_its_folder(trainer, self.checkpoint)
+        resumes = resumes_in_its_folder(trainer, self.checkpoint)
+        if not resumes:
+            require_models_outside(trainer)
+        return resumes
 
     @property
     def is_done(self) -> bool:

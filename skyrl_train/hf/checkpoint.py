@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SUMS = "SHA256SUMS"
 """Digests of all other files of an export, for `sha256sum -c SHA256SUMS`."""
+PART = re.compile(r"-of-0*(?:[2-9]|[1-9]\d+)\.safetensors$")
 COPY_AGAIN = "Copy or download the checkpoint again"
 
 
@@ -41,6 +43,11 @@ def tensor_files(folder: str) -> dict[str, Path]:
                 f"which they load. Remove {SINGLE}, or the index and its files"
             )
         return files
+    if not has_single and (part := next(filter(PART.search, map(str, root.glob("[!.]*.safetensors"))), None)):
+        raise ValueError(
+            f"{folder} has parts of a checkpoint ({Path(part).name}) and no {INDEX}: while an export replaces another "
+            f"they may be of both. {COPY_AGAIN}, or export it again"
+        )
     files = {}
     for file in sorted(root.glob("[!.]*.safetensors")):
         with opened(file) as tensors:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.rule import Rule
@@ -12,6 +16,7 @@ from rich.text import Text
 from skyrl_train.tracking.format import compact, number, percent, seconds
 from skyrl_train.tracking.names import STEP_TIME, phases_of
 
+log = logging.getLogger(__name__)
 Cell = tuple[str, str]
 """Label and formatted value."""
 
@@ -21,6 +26,43 @@ SMALL_PHASE = 0.02
 """Fraction of a step below which a phase is not shown."""
 MAX_CELLS = 5
 """Cells of a row on a wide terminal."""
+
+
+@contextlib.contextmanager
+def lossy_stdout() -> Iterator[None]:
+    """Lose what cannot be printed instead of the run: the reader of a pipe has ended (rich would raise SystemExit), the
+    disk of a log file is full, or the terminal is gone.
+    """
+    with contextlib.redirect_stdout(_Lossy(sys.stdout)):  # type: ignore[type-var]
+        yield
+
+
+class _Lossy:
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._was_lost = stream, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except UnicodeEncodeError:
+            self._stream.write(text.encode("ascii", "backslashreplace").decode())
+        except OSError as error:
+            self._note(error)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._note(error)
+
+    def _note(self, error: OSError) -> None:
+        if not self._was_lost:
+            self._was_lost = True
+            log.warning("the output cannot be printed, the run continues without it: %s", error)
 
 
 class ConsoleSink:

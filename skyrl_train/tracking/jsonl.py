@@ -51,8 +51,11 @@ def _ends_a_line(path: Path) -> bool:
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:
-    """One line; NaN and infinities become null, numbers of numpy and torch numbers, and other objects text."""
-    return json.dumps(_without_nan(row), ensure_ascii=False, allow_nan=False, default=_plain).encode() + b"\n"
+    """One line; NaN and infinities become null, numbers of numpy and torch numbers, and other objects text. Half of a
+    surrogate pair, which is no UTF-8, is escaped.
+    """
+    text = json.dumps(_without_nan(row), ensure_ascii=False, allow_nan=False, default=_plain)
+    return text.encode(errors="backslashreplace") + b"\n"
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

@@ -159,8 +159,8 @@ def create_run_dir(
         "changes": dict(changes),
         "run_id": uuid.uuid4().hex,
     }
+    moved = None
     try:
-        moved = None
         if not resumes:
             moved = move_earlier_run(path)
         elif _require_run(path) and (earlier := read_record(path)):
@@ -174,6 +174,9 @@ def create_run_dir(
         _write_private(run_dir.config, config_yaml)
         write_record(path, record)
     except OSError as error:
+        if moved is not None:  # a later resume would look here for the earlier run
+            shutil.rmtree(path, ignore_errors=True)
+            moved.rename(path)
         verb = "written" if resumes else "created"
         raise ValueError(f"trainer.run_dir is {path}: the folder cannot be {verb} ({error})") from error
     return run_dir

@@ -6,13 +6,12 @@ import itertools
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.tracking.jsonl import json_line
 from skyrl_train.tracking.sinks import Tracker
-from skyrl_train.tracking.transcripts import Transcript, TranscriptLog, transcript_of
+from skyrl_train.tracking.transcripts import Transcript, TranscriptLog, row_of, transcript_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +73,7 @@ class SampleLog:
 
 def plain(row: Transcript) -> dict[str, Any]:
     """The row with JSON values only; other values, such as objects from environments, become text."""
-    values: dict[str, Any] = json.loads(json_line(asdict(row)))
+    values: dict[str, Any] = json.loads(json_line(row_of(row)))
     return values
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import netrc
@@ -11,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlparse
@@ -64,16 +64,20 @@ class TensorBoardSink:
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._event, self._summary = Event, Summary
-        self._writer = EventFileWriter(str(log_dir))
+        self._event, self._summary, self._new_writer = Event, Summary, partial(EventFileWriter, str(log_dir))
+        self._writer = self._new_writer()
         if steps_done:  # makes TensorBoard drop later steps of earlier files
             start = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(step=steps_done + 1, wall_time=time.time(), session_log=start))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=self._summary(value=values)))
-        self._writer.flush()
+        try:
+            self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=self._summary(value=values)))
+            self._writer.flush()
+        except Exception:
+            self._writer = self._new_writer()  # one whose thread has failed would raise that error for ever
+            raise
 
     def close(self) -> None:
         self._writer.close()
@@ -170,7 +174,7 @@ class Tracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Never raises an error of a sink. A failed sink is tried again at the next step (a disk may have room)."""
         for index, sink in enumerate(self._sinks):
-            self._guard(index, functools.partial(sink.log, step, metrics))
+            self._guard(index, partial(sink.log, step, metrics))
 
     def log_samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Pass samples to the sinks that show tables (Weights & Biases), before the metrics of their step.
@@ -178,7 +182,7 @@ class Tracker:
         """
         for index, sink in enumerate(self._sinks):
             if rows and hasattr(sink, "log_samples"):
-                self._guard(index, functools.partial(sink.log_samples, step, name, rows))
+                self._guard(index, partial(sink.log_samples, step, name, rows))
 
     def close(self) -> None:
         """Close all sinks; a second call does nothing."""
@@ -191,7 +195,7 @@ class Tracker:
         try:
             call()
         # Any error of a sink's library: metrics must not end a training run.
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if index not in self._failing:
                 log.warning("%s failed, training continues without it: %s: %s", name, type(error).__name__, error)
             self._failing.add(index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +109,7 @@ class TranscriptLog:
             self._console.print(transcript_panel(transcript))
         for transcript in transcripts:
             try:
-                self._writer.write(asdict(transcript))
+                self._writer.write(row_of(transcript))
             except OSError as error:
                 if not self._warned:
                     log.warning("sample transcripts cannot be written, training continues without them: %s", error)
@@ -117,6 +117,11 @@ class TranscriptLog:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def row_of(transcript: Transcript) -> dict[str, Any]:
+    """Its fields. Unlike `asdict` this copies no values of environments, which some do not allow."""
+    return {each.name: getattr(transcript, each.name) for each in fields(transcript)}
 
 
 def transcript_panel(transcript: Transcript) -> Panel:

@@ -30,7 +30,7 @@ from skyrl_train.trainer.step import TrainingStep
 
 def max_model_len(config: Config, model: PretrainedConfig) -> int:
     """Tokens of the longest prompt with its response that an engine has to take."""
-    return min(config.generator.longest_conversation, model.max_position_embeddings)
+    return min(config.generator.longest_conversation, model.get_text_config().max_position_embeddings)
 
 
 def teacher_max_model_len(config: Config, model: PretrainedConfig, hints: Hints | None = None) -> int:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import signal
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from skyrl_train.config.redaction import secrets_of
+from skyrl_train.entrypoints.command import Interrupts, _until_signal
 from skyrl_train.entrypoints.ending import last_lines, print_report, resume_command
 from skyrl_train.hf.checkpoint import INDEX, SUMS, export_sum
 from skyrl_train.tracking.run_dir import RunDir
@@ -92,3 +98,20 @@ def test_the_resuming_command_is_the_old_one_without_its_checkpoint_and_its_secr
         "'generator.http_api_key=***' trainer.resume_mode=latest"
     )
     assert resume_command("m", None, secrets_of({})) == "run it again with trainer.resume_mode=latest"
+
+
+def test_only_before_training_begins_does_an_exit_stand_for_a_signal(tmp_path: Path):
+    """Ray's own handler of SIGTERM exits while it starts; later it is a call of sys.exit in code of the step."""
+
+    async def exits(run_dir: RunDir) -> None:
+        sys.exit(3)
+
+    def ended(loop: object) -> int | None:
+        config = SimpleNamespace(trainer=SimpleNamespace(timeout_s=100.0))
+        training: Any = SimpleNamespace(config=config, is_done=False, run=exits, loop=loop)
+        console = Console(file=io.StringIO())
+        return asyncio.run(_until_signal(training, RunDir(tmp_path, None), console, secrets_of({}), Interrupts()))
+
+    assert ended(None) == signal.SIGTERM
+    with pytest.raises(RuntimeError, match=r"a call of sys.exit\(3\) ended the step"):
+        ended(object())

@@ -140,3 +140,15 @@ def test_weights_without_permission_to_read_them_are_reported_as_such(tmp_path: 
         ValueError, match=r"model.safetensors cannot be read \(.*Permission denied.*Change its permissions"
     ):
         tensor_shapes(str(tmp_path))
+
+
+def test_parts_without_an_index_are_refused_because_they_may_be_of_two_exports(tmp_path: Path):
+    for number in (1, 2):
+        save_file({f"weight{number}": torch.zeros(2)}, tmp_path / f"model-{number:05d}-of-00002.safetensors")
+    with pytest.raises(
+        ValueError, match=r"parts of a checkpoint \(model-0000.-of-00002.safetensors\) and no model.saf"
+    ):
+        tensor_files(str(tmp_path))
+    for file in tmp_path.iterdir():
+        file.rename(file.with_name(file.name.replace("of-00002", "of-00001")))
+    assert set(tensor_files(str(tmp_path))) == {"weight1", "weight2"}

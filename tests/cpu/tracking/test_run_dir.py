@@ -143,6 +143,20 @@ def test_folder_of_a_start_that_a_full_disk_ended_is_used_again(tmp_path: Path, 
     assert not (tmp_path / "full.1").exists()
 
 
+def test_a_start_that_a_full_disk_ended_leaves_the_earlier_run_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(path: Path, record: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    finished_run(tmp_path / "run", "old")
+    with monkeypatch.context() as patch:
+        patch.setattr("skyrl_train.tracking.run_dir.write_record", full)
+        with pytest.raises(ValueError, match="No space left"):
+            create_run_dir(tmp_path / "run", "run", "", {})
+    assert notes(tmp_path) == {"run": "old"}
+
+
 def test_linked_folder_is_renamed_beside_its_target(tmp_path: Path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "q").symlink_to(tmp_path / "disk" / "q")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +148,14 @@ def test_tool_calls_are_shown_as_json_with_or_without_content():
     assert written.prompt == f"user: 1+1=\nassistant: Hm.\n{shown}\ntool: 2"
     for content in ({}, {"content": None}):
         assert transcript_of(1, sample(1.0, transcript=[{**called, **content}, answer])).prompt == shown
+
+
+def test_what_an_environment_reports_never_ends_the_run(tmp_path: Path, world: tuple[SampleLog, Tables, Console]):
+    log, tables, _ = world
+    lock = threading.Lock()
+    reported = sample(1.0, env_metrics={"query": "half \ud83d", "client": lock})
+    log.training(1, [group("a", reported)], -1)
+    (file,) = log.evaluation(1, [group("a", reported)])
+    for (row,) in (rows_of(tmp_path / "samples.jsonl"), rows_of(file)):
+        assert row["env_metrics"] == {"query": "half \ud83d", "client": str(lock)}
+    assert len(tables.tables) == 2

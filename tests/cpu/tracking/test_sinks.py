@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import math
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from skyrl_train.checks.rl import check
 from skyrl_train.config import ConfigError, load_config
 from skyrl_train.tracking import format as fmt
-from skyrl_train.tracking.console import ConsoleSink
+from skyrl_train.tracking.console import ConsoleSink, lossy_stdout
 from skyrl_train.tracking.jsonl import JsonLinesWriter, read_json_lines
 from skyrl_train.tracking.progress import ConsoleProgress
 from skyrl_train.tracking.sinks import JsonLinesSink, TensorBoardSink, Tracker, build_tracker, has_wandb_key
@@ -437,3 +438,58 @@ def test_wandb_is_not_given_the_command_line(tmp_path: Path, monkeypatch: pytest
     assert sys.argv[1:] == ["generator.http_api_key=the-secret"]
     written = [file for file in (tmp_path / "wandb").rglob("*") if file.is_file()]
     assert written and not any(b"the-secret" in file.read_bytes() for file in written)
+
+
+def broken(kind: str) -> Any:
+    """A stream as stdout is one when its reader has ended, its disk is full, or its encoding is not UTF-8."""
+    if kind == "pipe":
+        reader, writer = os.pipe()
+        os.close(reader)
+        return os.fdopen(writer, "w", buffering=1)
+    if kind == "disk":
+        return open("/dev/full", "w", buffering=1)
+    return io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "disk", "encoding"])
+def test_what_cannot_be_printed_is_lost_and_the_run_goes_on(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    stream = broken(kind)
+    monkeypatch.setattr(sys, "stdout", stream)
+    with lossy_stdout():
+        for _ in range(2):
+            Console().print("reward ↑")
+            print("plain", flush=True)
+    assert caplog.text.count("the output cannot be printed, the run continues without it") == (kind != "encoding")
+    if kind == "encoding":
+        assert stream.buffer.getvalue() == b"reward \\u2191\nplain\n" * 2
+    else:
+        with pytest.raises(OSError):
+            stream.close()
+
+
+def test_a_sink_that_exits_is_a_failed_one(caplog: pytest.LogCaptureFixture):
+    class Exits(ListSink):
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            sys.exit(1)
+
+    healthy = ListSink()
+    Tracker([Exits(), healthy]).log(1, {"a": 1.0})
+    assert healthy.steps == [1] and "Exits failed, training continues without it: SystemExit: 1" in caplog.text
+
+
+def test_tensorboard_recovers_from_a_full_disk(tmp_path: Path):
+    sink = TensorBoardSink(tmp_path, steps_done=0)
+    written = sink._writer._async_writer._worker._record_writer._writer  # type: ignore[attr-defined]
+
+    def full(data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    written.write = full
+    tracker = Tracker([sink])
+    for step in (1, 2, 3):
+        tracker.log(step, {"a": float(step)})
+    tracker.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in events.Scalars("a")][-2:] == [2, 3]

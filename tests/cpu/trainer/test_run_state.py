@@ -24,6 +24,7 @@ from skyrl_train.entrypoints.resume import (
     identities,
     lock_checkpoints,
     require_export_folder,
+    require_models_outside,
     resumes_in_its_folder,
     with_missing_export,
 )
@@ -426,6 +427,16 @@ def test_exports_do_not_replace_a_model_of_the_run(tmp_path: Path):
     require_export_folder(load_config([*keys, reference]).trainer, 4)
     require_export_folder(load_config([*keys, reference, "trainer.hf_save_interval=0"]).trainer, 5)
     require_export_folder(load_config([*keys, f"trainer.ref.model.path={tmp_path}/exports"]).trainer, 5)
+
+
+def test_a_model_in_the_folder_that_a_new_run_renames_is_refused(tmp_path: Path):
+    (model := tmp_path / "run/exports/global_step_3").mkdir(parents=True)
+    keys = f"trainer.policy.model.path={model}", f"trainer.run_dir={tmp_path}/run"
+    with pytest.raises(
+        ValueError, match=r"renames this folder, and loads trainer.policy.model.path from .*global_step_3"
+    ):
+        require_models_outside(load_config([*keys]).trainer)
+    require_models_outside(load_config([*keys, f"trainer.run_dir={tmp_path}/another"]).trainer)
 
 
 def test_two_runs_at_once_do_not_share_a_folder(tmp_path: Path):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PretrainedConfig
+from transformers import Gemma3Config, PretrainedConfig
 
 from skyrl_train.batching.hinted import with_prompts
 from skyrl_train.batching.limits import MicroBatchLimits
@@ -21,7 +21,7 @@ from skyrl_train.cluster.ranks.shards import Shards
 from skyrl_train.config import load_config
 from skyrl_train.data.hints import Hints
 from skyrl_train.megatron.policy import _by_field
-from skyrl_train.trainer.build import teacher_max_model_len
+from skyrl_train.trainer.build import max_model_len, teacher_max_model_len
 from skyrl_train.trainer.scorers import EngineScorer, Scorers
 from skyrl_train.types import TeacherPrompt, TrainBatch
 from tests.cpu.batching.test_split import experience_of
@@ -186,3 +186,10 @@ def test_an_engine_of_a_teacher_takes_the_longest_sample_with_its_hint_and_one_t
     assert teacher_max_model_len(config, model, hinted(None)) == 512
     with pytest.raises(ValueError, match="fewer than the model's 150 positions"):
         teacher_max_model_len(config, PretrainedConfig(max_position_embeddings=150))
+
+
+def test_the_lengths_of_a_model_with_images_are_those_of_its_text():
+    text = {"max_position_embeddings": 300, "num_hidden_layers": 1}
+    model = Gemma3Config(text_config=text, vision_config={"num_hidden_layers": 1})
+    assert not hasattr(model, "max_position_embeddings")
+    assert max_model_len(load_config([]), model) == 300
