@@ -58,7 +58,7 @@ def check_scoring_models(trainer: TrainerConfig, tokenizer: PreTrainedTokenizerB
     """
     for model in trainer.scoring_models:
         if model.model_path != trainer.policy.model.path:
-            head = trainer.algorithm.value_head_prefix if model.signal == "values" else None
+            head = trainer.algorithm.value_head_prefix if model.is_trained else None
             folder, config = checked_folder(model.path_key, model.model_path, trainer.download_timeout_s, head)
             check_tokenizer(tokenizer, config.vocab_size, model.model_path)
             if model.is_teacher:

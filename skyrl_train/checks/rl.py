@@ -40,7 +40,7 @@ from skyrl_train.checks.training import (
 )
 from skyrl_train.config import Config, ConfigError
 from skyrl_train.config.algorithm import PLACES, AlgorithmConfig
-from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.config.policy import MegatronConfig, ScoringModel
 from skyrl_train.hf.adapter import slot_problem
 
 UNBIASED = {"k1", "k3"}
@@ -266,3 +266,16 @@ def _layouts(config: Config) -> Iterator[str]:
         if (model.megatron_config, model.num_ranks) != (policy, num_ranks):
             key = f"{model.key}.megatron_config"
             yield from layout_problems(model.megatron_config, key, model.num_ranks, model.ranks_key)
+        if not model.is_trained:  # the critic has micro-batches of its own
+            yield from _schedule_problems(policy, model)
+
+
+def _schedule_problems(policy: MegatronConfig, model: ScoringModel) -> Iterator[str]:
+    own, vpp = model.megatron_config, model.megatron_config.virtual_pipeline_model_parallel_size
+    multiple = 1 if policy.virtual_pipeline_model_parallel_size is None else policy.pipeline_model_parallel_size
+    if vpp is not None and multiple % own.pipeline_model_parallel_size:
+        yield (
+            f"{model.key}.megatron_config.virtual_pipeline_model_parallel_size is {vpp}: an interleaved schedule needs "
+            f"a multiple of {own.pipeline_model_parallel_size} micro-batches, and the policy's, which it scores, are a "
+            f"multiple of {multiple}. Set it to null"
+        )

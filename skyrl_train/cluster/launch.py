@@ -189,7 +189,7 @@ async def _spawn(
     for model in trainer.scoring_models:
         devices = await sharing.visible_devices(groups[0], slots[ranks_of(model)])
         groups.append(WorkerGroup(model.name, slots[ranks_of(model)], logs, trainer.timeout_s, devices, modules))
-        if model.signal == "values":
+        if model.is_trained:
             critic = CriticGroup(groups[-1])
         else:
             method = "teacher_logprobs" if model.is_teacher else "logprobs"

@@ -235,6 +235,11 @@ class ScoringModel:
     def is_teacher(self) -> bool:
         return self.section == "teacher"
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether it is the critic."""
+        return self.signal == "values"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RefConfig:

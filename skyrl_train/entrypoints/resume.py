@@ -73,8 +73,9 @@ def require_models_outside(trainer: TrainingConfig) -> None:
 
 
 def identities(trainer: TrainingConfig, model_folder: str) -> dict[str, Any]:
-    """Identity of the policy's model, for checkpoints; under `frozen` those of a reference and of teachers that the run
-    starts, by the key of their path, with that path. Raises: OSError or ValueError if a folder cannot be read.
+    """Identity of the policy's model, for checkpoints; under `frozen` those of a reference, of teachers and of a critic
+    that the run starts, by the key of their path, with that path. Raises: OSError or ValueError if a folder cannot be
+    read.
     """
     has_frozen = has_frozen_weights(trainer.policy.model.lora, trainer.policy.megatron_config)
     found = identity(model_folder, has_frozen_weights=has_frozen)
@@ -82,7 +83,7 @@ def identities(trainer: TrainingConfig, model_folder: str) -> dict[str, Any]:
     for model, on_ranks in _frozen(trainer):
         folder = local_folder(model.model_path)
         try:
-            own = identity(folder, has_frozen_weights=True)
+            own = identity(folder, has_frozen_weights=not model.is_trained or model.megatron_config.freeze_moe_router)
         except ValueError as error:
             if on_ranks:
                 raise
@@ -159,10 +160,11 @@ def _require_settings(chosen: Checkpoint, trainer: TrainingConfig) -> None:
 
 
 def _frozen(trainer: TrainingConfig) -> list[tuple[ScoringModel, bool]]:
-    """The reference and teachers that the run starts, and whether they have ranks, not engines."""
+    """The reference, teachers and critic that the run starts, and whether they have ranks, not engines."""
     if not isinstance(trainer, TrainerConfig):
         return []
-    return [*((model, True) for model in trainer.frozen_models), *((model, False) for model in trainer.engine_teachers)]
+    on_ranks = [*trainer.frozen_models, *(model for model in trainer.scoring_models if model.is_trained)]
+    return [*((model, True) for model in on_ranks), *((model, False) for model in trainer.engine_teachers)]
 
 
 def _require_frozen(chosen: Checkpoint, trainer: TrainingConfig) -> None:

@@ -133,7 +133,7 @@ def forecast(inputs: Inputs) -> Forecast:
     times += [duration.scoring(name, training) for name in _passes_of_policy(config.trainer)]
     for other in config.trainer.scoring_models:
         own_layout = Layout(other.megatron_config, other.num_ranks)
-        is_critic = other.signal == "values"
+        is_critic = other.is_trained
         own = model_of_ranks(inputs, inputs.models[other.model_path], own_layout, None, is_critic=is_critic)
         own_batch = config.trainer.critic_mini_batch_size if is_critic else mini_batch
         own_pass = largest_pass(longest, own_layout, own_batch)

@@ -61,7 +61,7 @@ def join(rendezvous: Rendezvous, config: MegatronConfig, seed: int) -> ParallelR
         timeout=timeout,
         pg_options=few_channels(CHANNELS_ALONE if rendezvous.world_size == 1 else CHANNELS_OF_LITTLE, timeout),
     )
-    with few_groups(overlapped_pipeline=config.virtual_pipeline_model_parallel_size is not None):
+    with few_groups(timeout, overlapped_pipeline=config.virtual_pipeline_model_parallel_size is not None):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_model_parallel_size,
             pipeline_model_parallel_size=config.pipeline_model_parallel_size,
@@ -99,19 +99,19 @@ def few_channels(count: int, timeout: datetime.timedelta | None) -> Any:
 
 
 @contextlib.contextmanager
-def few_groups(*, overlapped_pipeline: bool) -> Iterator[None]:
+def few_groups(timeout: datetime.timedelta, *, overlapped_pipeline: bool) -> Iterator[None]:
     """Share groups that Megatron makes inside: those of one rank, those used between passes and the pipeline's.
 
-    No rank waits for another in a group of one; and between passes ranks do the same things in the same order, so
-    groups of the same ranks can be one. Groups whose transfers overlap with others' stay separate; with
-    `overlapped_pipeline` (virtual stages) the pipeline's is one of them.
+    All get this timeout instead of Megatron's 30 minutes. No rank waits for another in a group of one; and between
+    passes ranks do the same things in the same order, so groups of the same ranks can be one. Groups whose transfers
+    overlap with others' stay separate; with `overlapped_pipeline` (virtual stages) the pipeline's is one of them.
     """
     create = parallel_state.create_group
     shared = BETWEEN_PASSES if overlapped_pipeline else BETWEEN_PASSES | {PIPELINE}
     made: dict[tuple[tuple[int, ...], str | None], Any] = {}
 
     def create_or_share(ranks: list[int], **kwargs: Any) -> Any:
-        name, timeout = kwargs.get("group_desc"), kwargs.get("timeout")
+        name, kwargs["timeout"] = kwargs.get("group_desc"), timeout
         if len(ranks) == 1:
             kwargs["pg_options"] = few_channels(CHANNELS_ALONE, timeout)
         elif name in BETWEEN_PASSES or name == PIPELINE:

@@ -56,6 +56,7 @@ class DeviceMemory:
             if not block.is_kept:
                 block.free()
         free_te_scratch()
+        self._free_rotary_tables()
         empty_cache()
         synchronize()
         for block in kept:
@@ -63,6 +64,12 @@ class DeviceMemory:
         self._offloaded |= blocks
         empty_cache()
         return Moved(num_bytes, time.perf_counter() - started)
+
+    def _free_rotary_tables(self) -> None:
+        """Megatron keeps those of the last 32 lengths, 2 GiB with samples of 128k tokens."""
+        for module in (each for root in self._modules for each in root.modules()):
+            if (clear := getattr(module.forward, "cache_clear", None)) is not None:
+                clear()
 
     def reload(self, *parts: str) -> Moved:
         """Restore the parts (all of them by default). Weights are complete when it returns. The optimizer is copied

@@ -424,6 +424,20 @@ def test_the_reference_layout_does_not_matter_without_a_reference():
     assert problems(wrong, "trainer.algorithm.kl_loss_coef=0") == ()
 
 
+def test_an_interleaved_reference_needs_a_multiple_of_its_stages_from_the_policy():
+    """It scores the policy's micro-batches; Megatron refuses other numbers in the middle of a step."""
+    reference = [
+        "trainer.placement.ref_num_gpus_per_node=2",
+        "trainer.ref.megatron_config.pipeline_model_parallel_size=2",
+    ]
+    reference += ["trainer.ref.megatron_config.virtual_pipeline_model_parallel_size=2"]
+    (found,) = problems(*reference)
+    assert "trainer.ref.megatron_config.virtual_pipeline_model_parallel_size is 2: an interleaved schedule" in found
+    assert "a multiple of 2 micro-batches, and the policy's, which it scores, are a multiple of 1" in found
+    policy = ["trainer.placement.policy_num_gpus_per_node=4", f"{MEGATRON}.pipeline_model_parallel_size=4"]
+    assert problems(*reference, *policy, f"{MEGATRON}.virtual_pipeline_model_parallel_size=2") == ()
+
+
 def test_one_sample_per_prompt_is_enough_for_estimators_without_groups():
     assert problems("generator.n_samples_per_prompt=1", "trainer.algorithm.advantage_estimator=reinforce++") == ()
 

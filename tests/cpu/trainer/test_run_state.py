@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.pool.settings import all_engine_settings
@@ -556,6 +557,29 @@ def test_a_checkpoint_is_refused_with_another_reference_than_that_of_its_run(key
         chosen_checkpoint(changed, NUM_ROWS)
     save(run, 6)
     assert chosen_checkpoint(changed, NUM_ROWS) is not None, "a checkpoint that is older than the entry"
+
+
+def test_a_checkpoint_is_refused_with_another_critic_than_that_of_its_run(tmp_path: Path):
+    """Which would compute values with other positions, or other routers under the trained weights."""
+    source, routers = (write_family("qwen3_moe", tmp_path / name) for name in ("model", "routers"))
+    other = write_family("qwen3_moe", tmp_path / "other", rms_norm_eps=1e-5)
+    tensors = load_file(file := routers / "model.safetensors")
+    save_file({name: 2 * tensor if ".gate." in name else tensor for name, tensor in tensors.items()}, file)
+    own = [f"trainer.run_dir={tmp_path}/run", "trainer.seed=3", "trainer.resume_mode=latest"]
+    own += [f"trainer.policy.model.path={source}", "trainer.algorithm.advantage_estimator=gae"]
+    freeze = "trainer.policy.megatron_config.freeze_moe_router=true"
+
+    def trainer_with(critic: Path, *more: str) -> TrainingConfig:
+        return load_config([*own, f"trainer.critic.model.path={critic}", *more]).trainer
+
+    for more in ((), (freeze,)):
+        run = trainer_with(source, *more)
+        save(run, 4, model=identities(run, str(source)))
+        assert chosen_checkpoint(run, NUM_ROWS) is not None
+        with pytest.raises(ValueError, match="the critic of its run was .* has another config.json .rms_norm_eps is"):
+            chosen_checkpoint(trainer_with(other, *more), NUM_ROWS)
+    with pytest.raises(ValueError, match="the critic of its run was .* has other weights"):
+        chosen_checkpoint(trainer_with(routers, freeze), NUM_ROWS)
 
 
 @pytest.mark.parametrize("backend", ["megatron", "engine"])

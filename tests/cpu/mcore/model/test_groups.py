@@ -36,6 +36,11 @@ def _groups(rendezvous: Rendezvous, config: MegatronConfig) -> dict[str, Any]:
     return {
         "members": sorted(len(ranks) for group, ranks in made if isinstance(group, dist.ProcessGroup)),
         "sums": sums,
+        "timeouts": {
+            group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+            for group, _ in made
+            if isinstance(group, dist.ProcessGroup)
+        },
         "pipeline is apart": parallel_state.get_pipeline_model_parallel_group()
         is not parallel_state.get_model_parallel_group(),
     }
@@ -52,6 +57,7 @@ def test_ranks_of_a_pipeline_share_a_group_unless_its_messages_overlap(sizes: di
     found = run_on_ranks(_groups, layout(2, sizes).megatron, 2, timeout_s=60)
     for rank, one in enumerate(found):
         assert one["members"] == members and one["pipeline is apart"] == ("vpp" in sizes)
+        assert one["timeouts"] == {60.0}, "none has Megatron's 30 minutes"
         assert one["sums"] == [rank + 1.0, rank + 1.0, 3.0, 3.0, 3.0]
 
 

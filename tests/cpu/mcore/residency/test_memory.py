@@ -61,6 +61,12 @@ def _offload_between_updates(rendezvous: Rendezvous, arguments: tuple[Trial, Lay
         policy.export(torch.float32)
         result["weights"] = policy.offload("weights")
         result["left"] = storage_bytes(policy)
+        result["rotary tables"] = [
+            each.forward.cache_info().currsize
+            for root in policy.model.modules
+            for each in root.modules()
+            if hasattr(each.forward, "cache_info")
+        ]
         result["again"] = policy.offload()
         result["reload"] = policy.reload()
         gradients = [p.main_grad for module in policy.model.modules for p in module.parameters()]
@@ -105,6 +111,7 @@ def test_updates_with_offloads_between_them_end_at_the_same_bits(
     for mine, theirs in zip(moved, stayed, strict=True):
         assert not mine["differ"]
         assert mine["left"] == 0, "every storage was emptied"
+        assert mine["rotary tables"] and not any(mine["rotary tables"])
         assert mine["gradients"] == 0.0
         assert mine["storages"] == (2 if bf16 else 1), "copies, which were there at the first turn, and moments"
         assert mine["again"].num_bytes == 0, "what is away is not copied again"
