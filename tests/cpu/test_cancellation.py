@@ -87,7 +87,7 @@ def test_a_cancelled_task_may_clean_up():
 
 def test_one_that_hangs_in_its_cleanup_is_cancelled_again_and_then_left_alone(caplog: pytest.LogCaptureFixture):
     async def main() -> None:
-        running = await started(once := Task(100), stubborn := Task(100, times=3))
+        running = await started(once := Task(100), stubborn := Task(100, times=2))
         began = time.monotonic()
         await cancel(running)
         assert 0.3 < time.monotonic() - began < 5

@@ -110,7 +110,7 @@ def test_other_models_are_downloaded_before_the_forecast_reads_their_sizes(monke
 
     class Recorded(Experiment):
         def load_model(self) -> Any:
-            return "folder", SimpleNamespace(vocab_size=1)
+            return "folder", transformers.PretrainedConfig(vocab_size=1)
 
         def get_tokenizer(self) -> Any:
             return SimpleNamespace(get_vocab=lambda: {"a": 0})

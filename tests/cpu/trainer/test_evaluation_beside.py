@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from transformers import PretrainedConfig
 
 from skyrl_train.checks.rl import check
 from skyrl_train.cluster.calls import RemoteFailed
@@ -435,7 +436,8 @@ def test_an_evaluation_of_a_streaming_run_that_stalls_ends_it(monkeypatch: pytes
         run: Any = object.__new__(Experiment)
         overrides = ["trainer.source=streaming", "trainer.train_batch_size=1", "trainer.policy_mini_batch_size=1"]
         run.config = load_config([*overrides, f"trainer.placement.colocate_all={shared}"])
-        run.tokenizer, run.model_config, run.hints, run._console = chatml_tokenizer(), None, None, Console(quiet=True)
+        run.tokenizer, run.model_config, run.hints = chatml_tokenizer(), PretrainedConfig(), None
+        run._console = Console(quiet=True)
         run.train_prompts = run.val_prompts = [prompt("a")]
         assembly: Any = SimpleNamespace(
             with_greedy=False, residency=SimpleNamespace(for_rollout=None), step=lambda *args, **kwargs: None
