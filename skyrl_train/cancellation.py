@@ -1,4 +1,4 @@
-"""Cancelled tasks, and threads, that run users' code: waited for, but not for ever."""
+"""Cancelled tasks, and threads, that run users' code, with limits on how long they are waited for."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ async def until_ended(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait for their ends; those that hang in their cleanup are left alone.
+    """Cancel tasks and wait until they have ended; those that hang in their cleanup are abandoned.
 
-    It goes on where its own task is cancelled, and ends with that: who cancelled it waits for the same tasks.
+    If the calling task is cancelled meanwhile, the wait continues, and CancelledError is raised at its end.
     """
     _, was_cancelled = await _cancel(tasks)
     if was_cancelled:
@@ -47,8 +47,8 @@ async def cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 async def _cancel(tasks: Collection[asyncio.Task[Any] | None]) -> tuple[set[asyncio.Task[Any]], bool]:
     """Returns: tasks that have not ended, and whether this call was cancelled."""
-    running, was_cancelled = {task for task in tasks if task is not None}, False
-    all_tasks = list(running)
+    all_tasks, was_cancelled = {task for task in tasks if task is not None}, False
+    running = all_tasks
     for _ in range(2):
         for task in running:
             task.cancel()
@@ -62,7 +62,7 @@ async def _cancel(tasks: Collection[asyncio.Task[Any] | None]) -> tuple[set[asyn
         names = sorted({f"{task.get_name()} ({task.get_coro()!r:.200})" for task in running})
         log.error("%d cancelled tasks do not end: %s", len(running), "; ".join(names[:4]))
     for task in all_tasks:
-        has_result(task)  # else asyncio complains of errors that nobody has seen
+        has_result(task)  # else asyncio warns of errors that were never retrieved
     return running, was_cancelled
 
 
@@ -91,7 +91,7 @@ class DaemonThreads(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Let the threads end after the calls that wait, and leave those that have not ended after THREADS_S."""
+        """Let the threads end after the queued calls, and abandon those that have not ended after THREADS_S."""
         with self._lock:
             workers = list(self._workers)
         for _ in workers:

@@ -76,7 +76,7 @@ class TensorBoardSink:
             self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=self._summary(value=values)))
             self._writer.flush()
         except Exception:
-            self._writer = self._new_writer()  # one whose thread has failed would raise that error for ever
+            self._writer = self._new_writer()  # one whose thread has failed raises that error again at each call
             raise
 
     def close(self) -> None:
