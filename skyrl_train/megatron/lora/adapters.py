@@ -185,13 +185,17 @@ class Adapter(torch.nn.Module):
         return grouped_linear(hidden, ups.unbind(0), rows)
 
     def _rows(self) -> Tensor:
-        """[E, out, P * r]: each row of B padded with zeros, so that it multiplies the A of its own module only."""
-        return (self.lora_B[:, :, None, :] * self.select[None, :, :, None]).flatten(2)
+        """[E, out, P * r]"""
+        return self._padded(self.lora_B)
+
+    def _padded(self, b: Tensor) -> Tensor:
+        """[..., out, r] -> [..., out, P * r]: each row padded with zeros, to multiply its own A only."""
+        return (b[..., None, :] * self.select[:, :, None]).flatten(-2)
 
     def delta(self, index: int) -> Tensor:
         """The adapter's change of this rank's part of the weight (of local expert `index`), float32."""
-        rows, a = self._rows()[index].detach().float(), self.lora_A[index].detach().flatten(0, 1).float()
-        return self.scale * (rows @ a)
+        b, a = self.lora_B[index].detach(), self.lora_A[index].detach()
+        return self.scale * (self._padded(b).float() @ a.flatten(0, 1).float())
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:
         """Yield (module, shape of A, shape of B) in the order of `factors`; no collective."""

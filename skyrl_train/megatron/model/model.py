@@ -21,6 +21,7 @@ from skyrl_train.megatron.layers.balance import Balance
 from skyrl_train.megatron.lora.adapters import Lora
 from skyrl_train.megatron.lora.attach import attach
 from skyrl_train.megatron.model.bridge import build_bridge, check_all_weights_are_read, match_hugging_face
+from skyrl_train.megatron.model.load import load_weights
 from skyrl_train.megatron.model.output_layer import return_hidden_states
 from skyrl_train.megatron.model.value_head import add_value_head
 
@@ -109,7 +110,7 @@ def build_model(
     folder = local_folder(path)
     bridge = build_bridge(folder, config, dtype, torch_layers=torch_layers)
     bare = _build_chunks(bridge, has_head=value_head is None)
-    bridge.load_weights(bare, folder)
+    load_weights(bridge, bare, folder)
     if value_head is not None:
         add_value_head(bridge, bare[-1], folder, value_head, seed)
     else:
