@@ -102,6 +102,12 @@ def layout_problems(megatron: MegatronConfig, path: str, world_size: int, world_
             f"{path}.recompute_granularity is selective and recompute_modules is empty: nothing would be recomputed. "
             "Name modules, such as core_attn"
         )
+    if megatron.recompute_num_layers is not None and megatron.recompute_granularity not in ("full", "auto"):
+        given = megatron.recompute_granularity or "null"
+        yield (
+            f"{path}.recompute_num_layers is {megatron.recompute_num_layers} and recompute_granularity is {given}: the "
+            "number has no effect. Set recompute_granularity=full, or remove recompute_num_layers"
+        )
     profiler = megatron.torch_profiler_config
     if profiled(megatron) and not any(rank < world_size for rank in profiler.ranks):
         yield (

@@ -107,6 +107,7 @@ class MegatronConfig(ParallelSizes):
     sequence_parallel: bool
     recompute_granularity: Annotated[str, OneOf(("auto", "selective", "full"))] | None
     recompute_modules: tuple[Annotated[str, OneOf(RECOMPUTABLE)], ...] | None
+    recompute_num_layers: Count | None
     recompute_logits: bool | None
     logprobs_chunk_size: Count | None
     optimizer_cpu_offload: bool
@@ -125,6 +126,11 @@ class MegatronConfig(ParallelSizes):
         """Modules that are recomputed with `selective`; none otherwise."""
         modules = ("core_attn",) if self.recompute_modules is None else self.recompute_modules
         return modules if self.recompute == "selective" else ()
+
+    def num_recomputed(self, layers: int) -> int:
+        """Layers that are recomputed whole, the first of a model chunk of as many layers."""
+        most = layers if self.recompute_num_layers is None else self.recompute_num_layers
+        return min(layers, most) if self.recompute == "full" else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +182,9 @@ class Layout:
         return " ".join(named + [f"ETP{self.etp}"] * (self.etp != self.tp)) or "one process"
 
     def __str__(self) -> str:
-        recompute = self.megatron.recompute
-        return self.sizes + (f", recompute {recompute}" if recompute else "")
+        recompute, num = self.megatron.recompute, self.megatron.recompute_num_layers
+        what = f"{num} layers" if recompute == "full" and num is not None else recompute
+        return self.sizes + (f", recompute {what}" if what else "")
 
 
 @dataclass(frozen=True, kw_only=True)

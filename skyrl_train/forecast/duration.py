@@ -96,13 +96,21 @@ def _passes(phase: str, flops: float, given: Training) -> PhaseTime:
     base = utilisation.experts if num_experts(given.config) else utilisation.of_hidden(given.config.hidden_size)
     base *= at_size(utilisation.tensor, layout.tp) * at_size(utilisation.context, layout.cp)
     base *= at_size(utilisation.expert, layout.ep)
-    if layout.megatron.recompute == "full":
-        base *= utilisation.recomputed
+    base /= 1 + _recomputed(layout, stages) * (1 / utilisation.recomputed - 1)
     filled = given.micro_batches / (given.micro_batches + (layout.pp - 1) / layout.vpp)
     balance = sum(stage.cost for stage in stages) / len(stages) / max(stage.cost for stage in stages)
     seconds = flops / (layout.num_ranks * given.device.tflops * 1e12 * base * filled * balance)
     bound = "arithmetic" if filled * balance > 0.85 else "pipeline bubble"
     return PhaseTime(phase, seconds, f"{bound}, {base * filled * balance:.0%} MFU")
+
+
+def _recomputed(layout: Layout, stages: Sequence[Stage]) -> float:
+    """Fraction of the layers of the stage that recomputes the most."""
+    found = []
+    for stage in stages:
+        sizes = [len(chunk) for chunk in stage.chunks]
+        found.append(sum(layout.megatron.num_recomputed(size) for size in sizes) / max(1, sum(sizes)))
+    return max(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from skyrl_train.config.policy import Layout
-from skyrl_train.forecast.activations import kept, weight_gradient_bytes
+from skyrl_train.forecast.activations import Kept, kept, weight_gradient_bytes
 from skyrl_train.forecast.layout import Parameters, Stage, without_recomputation
 from skyrl_train.forecast.parts import COUNTED, ESTIMATED, EXACT, GIB, GUESSED, Part
 from skyrl_train.forecast.readings import Readings
-from skyrl_train.hf.matrices import is_latent
+from skyrl_train.hf.matrices import Layer, is_latent
 from skyrl_train.megatron.passes.pieces import FREE_SHARE, PIECE_BYTES
 
 GRADIENT_BYTES = 4
@@ -80,12 +80,11 @@ def update(model: ModelOfRanks, stage: Stage, largest: Pass) -> tuple[Part, ...]
     """All that torch allocates on a rank of the stage at the peak of an update."""
     config, layout = model.config, model.layout
     tokens = largest.tokens / layout.cp
-    per_layer = {id(layer): kept(config, layer, layout, model.width) for layer in stage.layers}
-    of_layers = {key: each.layer * tokens + each.fixed for key, each in per_layer.items()}
-    of_chunks = [sum(of_layers[id(layer)] for layer in chunk) for chunk in stage.chunks]
+    per_layer = [_of_chunk(model, chunk) for chunk in stage.chunks]
+    of_chunks = [sum(each.layer * tokens + each.fixed for each in chunk) for chunk in per_layer]
     counts = in_flight(stage.rank, layout, largest)
     activations = sum(count * size for count, size in zip(counts, of_chunks, strict=True))
-    working = max(per_layer[id(layer)].working for layer in stage.layers) * tokens
+    working = max(each.working for chunk in per_layer for each in chunk) * tokens
     working += max(weight_gradient_bytes(layer, layout, model.width) for layer in stage.layers)
     if stage.has_head:
         activations += 2 * config.hidden_size * model.width / layout.sp * tokens  # the last norm
@@ -95,6 +94,15 @@ def update(model: ModelOfRanks, stage: Stage, largest: Pass) -> tuple[Part, ...]
         Part("activations", activations, model.error),
         _peak_after_forward(model, stage, tokens, working),
     )
+
+
+def _of_chunk(model: ModelOfRanks, chunk: Sequence[Layer]) -> list[Kept]:
+    """What each layer of a chunk keeps; the first ones may be recomputed."""
+    num, layout = model.layout.megatron.num_recomputed(len(chunk)), model.layout
+    rest = without_recomputation(layout) if num else layout
+    return [
+        kept(model.config, layer, layout if index < num else rest, model.width) for index, layer in enumerate(chunk)
+    ]
 
 
 def _peak_after_forward(model: ModelOfRanks, stage: Stage, tokens: float, working: float) -> Part:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -53,6 +54,8 @@ class _Option:
     def __str__(self) -> str:
         megatron = self.config.trainer.policy.megatron_config
         what = ", ".join(megatron.recomputed) or {None: "nothing", "full": "everything"}.get(megatron.recompute)
+        if megatron.recompute == "full" and megatron.recompute_num_layers is not None:
+            what = f"{megatron.recompute_num_layers} layers"
         return f"recomputing {what} with {self.tokens:,} tokens"
 
 
@@ -64,7 +67,7 @@ def trainer_choice(inputs: Inputs) -> tuple[_Option, Choice]:
     """The least recomputation that fits for sure; with it the fastest micro-batch, of equally fast ones the largest."""
     tried, fitting = list[_Option](), list[_Option]()
     for megatron in _levels(inputs):
-        options = [_option(inputs, megatron, tokens) for tokens in _sizes(inputs, megatron)]
+        options = [_fewest_layers(inputs, megatron, tokens) for tokens in _sizes(inputs, megatron)]
         tried += options
         if fitting := [option for option in options if option.fits]:
             break
@@ -85,6 +88,8 @@ def trainer_choice(inputs: Inputs) -> tuple[_Option, Choice]:
         values[f"{POLICY}.recompute_granularity"] = megatron.recompute
         if megatron.recomputed:
             values[f"{POLICY}.recompute_modules"] = list(megatron.recomputed)
+        if megatron.recompute == "full" and given.policy.megatron_config.recompute_num_layers is None:
+            values[f"{POLICY}.recompute_num_layers"] = megatron.recompute_num_layers
     return taken, Choice(tuple(values.items()), reason)
 
 
@@ -119,6 +124,22 @@ def _sizes(inputs: Inputs, megatron: MegatronConfig) -> list[int]:
     return list(dict.fromkeys(max(size * megatron.context_parallel_size, longest) for size in MICRO_BATCHES))
 
 
+def _fewest_layers(inputs: Inputs, megatron: MegatronConfig, tokens: int) -> _Option:
+    """The option; with an open number of layers that are recomputed whole as few as fit for sure."""
+    option, given = _option(inputs, megatron, tokens), inputs.config.trainer.policy.megatron_config
+    is_open = given.recompute_granularity == "auto" and megatron.recompute == "full"
+    if not is_open or given.recompute_num_layers is not None or not option.fits:
+        return option
+
+    def fits(num: int) -> bool:
+        return _option(inputs, replace(megatron, recompute_num_layers=num), tokens).fits
+
+    nums = range(1, len(layers(inputs.model)))
+    first = bisect.bisect_left(nums, True, key=fits)
+    fewest = _option(inputs, replace(megatron, recompute_num_layers=first + 1), tokens)
+    return fewest if fewest.seconds < option.seconds else option
+
+
 def _option(inputs: Inputs, megatron: MegatronConfig, tokens: int) -> _Option:
     """A critic whose recomputation is open follows the policy; frozen models have nothing to recompute."""
     trainer, fields = inputs.config.trainer, {"max_tokens_per_microbatch": tokens}
@@ -139,7 +160,8 @@ def _like_the_policy(
 ) -> MegatronConfig:
     """A critic's configuration with the policy's recomputation, as far as its layers have these modules."""
     if policy.recompute_granularity != "selective":
-        return replace(own, recompute_granularity=policy.recompute_granularity)
+        num = policy.recompute_num_layers
+        return replace(own, recompute_granularity=policy.recompute_granularity, recompute_num_layers=num)
     has = _cheap_modules(model, own, is_half=inputs.config.trainer.bf16)
     modules = tuple(name for name in policy.recompute_modules or () if name in has)
     return replace(own, recompute_granularity="selective" if modules else None, recompute_modules=modules or None)

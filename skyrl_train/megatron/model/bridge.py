@@ -75,7 +75,9 @@ def _common_fields(megatron: MegatronConfig, cheap: set[str], *, torch_layers: b
         # each direction. torch waits for the end of the message, so it needs no synchronisation.
         fields |= {"batch_p2p_comm": True, "batch_p2p_sync": False}
     if megatron.recompute == "full":
-        fields |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+        num = megatron.recompute_num_layers
+        fields["recompute_method"] = "uniform" if num is None else "block"
+        fields["recompute_num_layers"] = num or 1
     if megatron.recompute == "selective":
         fields["recompute_modules"] = [name for name in megatron.recomputed if name not in cheap]
     if torch_layers:

@@ -356,6 +356,10 @@ def test_the_base_and_the_quickstart_pass():
             "recompute_modules is empty: .* Name modules",
         ),
         (
+            [f"{MEGATRON}.recompute_granularity=null", f"{MEGATRON}.recompute_num_layers=4"],
+            "recompute_num_layers is 4 and recompute_granularity is null: .* Set recompute_granularity=full",
+        ),
+        (
             [f"{MEGATRON}.torch_profiler_config.enable=true", f"{MEGATRON}.torch_profiler_config.ranks=[7]"],
             "no such rank exists. Name ranks from 0 to 0",
         ),

@@ -36,6 +36,13 @@ def test_scoring_passes_run_once_in_all_epochs_and_recompute_nothing(override: s
     assert other["old logprobs"] == plain["old logprobs"]
 
 
+def test_half_of_the_layers_take_half_of_the_recomputation():
+    """A forward pass is a third of the FLOPs; 14 of 28 layers."""
+    full = f"{MEGATRON}.recompute_granularity=full"
+    some = seconds(full, f"{MEGATRON}.recompute_num_layers=14")["update"]
+    assert some == pytest.approx((seconds()["update"] + seconds(full)["update"]) / 2)
+
+
 RANKS = "trainer.placement.policy_num_gpus_per_node=2"
 
 

@@ -154,6 +154,23 @@ def test_cheap_recomputation_saves_what_the_documentation_says():
     assert saved == 2 * (2 * 2560 + 9728)
 
 
+def test_the_first_layers_of_a_stage_are_recomputed_and_the_others_keep_all():
+    """Of 36 layers 12, which keep their inputs."""
+    config, plain = model_config("qwen3-4b"), layout(1, layers="torch")
+    whole = kept(config, layers(config)[0], plain, 2).layer
+
+    def activations(**changes: Any) -> float:
+        laid = Layout(replace(plain.megatron, **changes), 1)
+        parts = update(made := model("qwen3-4b", laid), made.stages[0], Pass(1_000, 1))
+        return next(part.likely for part in parts if part.name == "activations") - 2 * 2560 * 2 * 1_000
+
+    assert activations() == pytest.approx(36 * whole * 1_000)
+    some = activations(recompute_granularity="full", recompute_num_layers=12)
+    assert some == pytest.approx((24 * whole + 12 * 2560 * 2) * 1_000)
+    for num in (36, 99, None):
+        assert activations(recompute_granularity="full", recompute_num_layers=num) == 36 * 2560 * 2 * 1_000
+
+
 def test_parts_that_take_what_is_free_do_not_decide_whether_a_phase_fits():
     phase = PhaseMemory("x", "all", (Part("fixed", 50, 0.1), Part("cache", 100, 0.0, least=10)))
     assert (phase.low, phase.high) == (55 - 10 + 10, 65)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from skyrl_train.megatron.layers import layers, swiglu
 from skyrl_train.megatron.layers.norm import rms_norm
@@ -70,6 +71,18 @@ def test_the_layers_compute_their_cheap_outputs_again(name: str):
     again = calls(recompute_granularity="selective", recompute_modules=CHEAP)
     assert again[1] == 2 * activations > 0
     assert norms < again[0] < 2 * norms, "norms that are layers by themselves stay as they are"
+
+
+def test_only_the_first_layers_are_computed_again():
+    trial = reference("qwen3_tied")[0]
+
+    def activations(**changes: Any) -> int:
+        return run_on_ranks(_calls, (trial, layout(1, {}, **changes)), 1, timeout_s=120)[0][1]
+
+    once = activations()
+    one, whole = (activations(recompute_granularity="full", recompute_num_layers=num) for num in (1, None))
+    assert whole == 2 * once
+    assert one == once + once // AutoConfig.from_pretrained(trial.model_path).num_hidden_layers
 
 
 def test_other_tensors_are_saved_as_they_are():

@@ -83,9 +83,10 @@ def test_some_modules_of_a_fused_layer_may_be_adapted_alone():
     check("qwen3_tied", layout(2, {"tp": 2}), target_modules=("q_proj", "v_proj", "up_proj"))
 
 
-@pytest.mark.parametrize("granularity", ["full", "selective"])
-def test_recomputing_activations_leaves_the_gradient_of_adapters_unchanged(granularity: str):
-    check("qwen3_moe", layout(2, {"pp": 2}, recompute_granularity=granularity, recompute_modules=("moe",)))
+@pytest.mark.parametrize(("granularity", "num_layers"), [("full", None), ("full", 1), ("selective", None)])
+def test_recomputing_activations_leaves_the_gradient_of_adapters_unchanged(granularity: str, num_layers: int | None):
+    changes = {"recompute_modules": ("moe",), "recompute_num_layers": num_layers}
+    check("qwen3_moe", layout(2, {"pp": 2}, recompute_granularity=granularity, **changes))
 
 
 @pytest.mark.slow

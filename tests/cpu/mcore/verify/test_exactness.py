@@ -139,10 +139,10 @@ def test_gradient_is_unchanged_by_the_order_of_the_groups():
     assert_exact(compare(comparable(outcome, hf), expected))
 
 
-@pytest.mark.parametrize("granularity", ["full", "selective"])
+@pytest.mark.parametrize(("granularity", "num_layers"), [("full", None), ("full", 1), ("selective", None)])
 @pytest.mark.parametrize("name", ["qwen3_tied", "qwen3_moe"])
-def test_recomputing_activations_leaves_the_gradient_unchanged(name: str, granularity: str):
-    check(name, layout(2, {"pp": 2}, recompute_granularity=granularity))
+def test_recomputing_activations_leaves_the_gradient_unchanged(name: str, granularity: str, num_layers: int | None):
+    check(name, layout(2, {"pp": 2}, recompute_granularity=granularity, recompute_num_layers=num_layers))
 
 
 @pytest.mark.parametrize(
@@ -378,19 +378,22 @@ def balance_of(whole: Any, coefficient: float) -> Callable[[], torch.Tensor]:
     [
         (1, {}, None),
         (1, {}, "full"),
+        (1, {}, "one layer"),
         (2, {"tp": 2}, None),
         (2, {"ep": 2}, None),
         (2, {"cp": 2}, None),
         (2, {"pp": 2}, "selective"),
         (2, {"pp": 2, "vpp": 2}, "full"),
     ],
-    ids=["one process", "recomputed", "TP2 SP", "EP2", "CP2", "PP2 experts recomputed", "PP2 VPP2 recomputed"],
+    ids=lambda value: None if isinstance(value, int) else str(value),
 )
 def test_the_load_balancing_loss_is_that_of_the_whole_mini_batch(processes: int, sizes: dict[str, Any], recompute: Any):
     trial = reference("qwen3_moe")[0]
     whole = load(trial)
     hf = hugging_face(trial, model=whole, aux_loss=balance_of(whole, coefficient=0.5))
     changes = {"moe_aux_loss_coeff": 0.5, "recompute_granularity": recompute, "recompute_modules": ("moe",)}
+    if recompute == "one layer":
+        changes |= {"recompute_granularity": "full", "recompute_num_layers": 1}
     outcome = run_layout(trial, layout(processes, sizes, **changes))
     assert_exact(compare(comparable(outcome, hf), hf))
 
