@@ -102,7 +102,8 @@ def layout_problems(megatron: MegatronConfig, path: str, world_size: int, world_
             f"{path}.recompute_granularity is selective and recompute_modules is empty: nothing would be recomputed. "
             "Name modules, such as core_attn"
         )
-    if megatron.recompute_num_layers is not None and megatron.recompute_granularity not in ("full", "auto"):
+    has_number = path == POLICY and megatron.recompute_num_layers is not None  # other models inherit the policy's
+    if has_number and megatron.recompute_granularity not in ("full", "auto"):
         given = megatron.recompute_granularity or "null"
         yield (
             f"{path}.recompute_num_layers is {megatron.recompute_num_layers} and recompute_granularity is {given}: the "

@@ -96,21 +96,21 @@ def _passes(phase: str, flops: float, given: Training) -> PhaseTime:
     base = utilisation.experts if num_experts(given.config) else utilisation.of_hidden(given.config.hidden_size)
     base *= at_size(utilisation.tensor, layout.tp) * at_size(utilisation.context, layout.cp)
     base *= at_size(utilisation.expert, layout.ep)
-    base /= 1 + _recomputed(layout, stages) * (1 / utilisation.recomputed - 1)
     filled = given.micro_batches / (given.micro_batches + (layout.pp - 1) / layout.vpp)
-    balance = sum(stage.cost for stage in stages) / len(stages) / max(stage.cost for stage in stages)
-    seconds = flops / (layout.num_ranks * given.device.tflops * 1e12 * base * filled * balance)
+    mean = sum(stage.cost for stage in stages) / len(stages)
+    balance = mean / max(stage.cost for stage in stages)
+    slowest = max(stage.cost * _with_recomputation(layout, stage, utilisation) for stage in stages)
+    mfu = base * filled * mean / slowest
+    seconds = flops / (layout.num_ranks * given.device.tflops * 1e12 * mfu)
     bound = "arithmetic" if filled * balance > 0.85 else "pipeline bubble"
-    return PhaseTime(phase, seconds, f"{bound}, {base * filled * balance:.0%} MFU")
+    return PhaseTime(phase, seconds, f"{bound}, {mfu:.0%} MFU")
 
 
-def _recomputed(layout: Layout, stages: Sequence[Stage]) -> float:
-    """Fraction of the layers of the stage that recomputes the most."""
-    found = []
-    for stage in stages:
-        sizes = [len(chunk) for chunk in stage.chunks]
-        found.append(sum(layout.megatron.num_recomputed(size) for size in sizes) / max(1, sum(sizes)))
-    return max(found)
+def _with_recomputation(layout: Layout, stage: Stage, utilisation: Utilisation) -> float:
+    """Factor of a stage's time."""
+    again = [layer for chunk in stage.chunks for layer in chunk[: layout.megatron.num_recomputed(len(chunk))]]
+    fraction = sum(layer.used_weights for layer in again) / sum(layer.used_weights for layer in stage.layers)
+    return 1 + fraction * (1 / utilisation.recomputed - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ def update(model: ModelOfRanks, stage: Stage, largest: Pass) -> tuple[Part, ...]
     of_chunks = [sum(each.layer * tokens + each.fixed for each in chunk) for chunk in per_layer]
     counts = in_flight(stage.rank, layout, largest)
     activations = sum(count * size for count, size in zip(counts, of_chunks, strict=True))
-    working = max(each.working for chunk in per_layer for each in chunk) * tokens
+    working = max(_working(chunk, tokens) for chunk in per_layer)
     working += max(weight_gradient_bytes(layer, layout, model.width) for layer in stage.layers)
     if stage.has_head:
         activations += 2 * config.hidden_size * model.width / layout.sp * tokens  # the last norm
@@ -103,6 +103,15 @@ def _of_chunk(model: ModelOfRanks, chunk: Sequence[Layer]) -> list[Kept]:
     return [
         kept(model.config, layer, layout if index < num else rest, model.width) for index, layer in enumerate(chunk)
     ]
+
+
+def _working(chunk: Sequence[Kept], tokens: float) -> float:
+    """Bytes at the peak of a chunk's backward pass beside what its layers keep, which are freed from the last on."""
+    peak = freed = 0.0
+    for each in reversed(chunk):
+        peak = max(peak, each.working * tokens - freed)
+        freed += each.layer * tokens + each.fixed
+    return peak
 
 
 def _peak_after_forward(model: ModelOfRanks, stage: Stage, tokens: float, working: float) -> Part:

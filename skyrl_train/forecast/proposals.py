@@ -117,6 +117,7 @@ def _layouts(inputs: Inputs, moments_on_host: bool) -> Iterator[MegatronConfig]:
             expert_tensor_parallel_size=given.expert_tensor_parallel_size if is_same else None,
             sequence_parallel=given.sequence_parallel or tp > 1,
             recompute_granularity="selective" if own else recompute,
+            recompute_num_layers=given.recompute_num_layers if recompute == "auto" else None,
         )
         if other != given:
             yield other

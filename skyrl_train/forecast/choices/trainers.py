@@ -67,12 +67,12 @@ def trainer_choice(inputs: Inputs) -> tuple[_Option, Choice]:
     """The least recomputation that fits for sure; with it the fastest micro-batch, of equally fast ones the largest."""
     tried, fitting = list[_Option](), list[_Option]()
     for megatron in _levels(inputs):
-        options = [_fewest_layers(inputs, megatron, tokens) for tokens in _sizes(inputs, megatron)]
+        options = [_option(inputs, megatron, tokens) for tokens in _sizes(inputs, megatron)]
         tried += options
         if fitting := [option for option in options if option.fits]:
             break
     if fitting:
-        taken = min(fitting, key=lambda option: (option.seconds, -option.tokens))
+        taken = _fewest_layers(inputs, min(fitting, key=lambda option: (option.seconds, -option.tokens)))
         reason = f"{taken} needs {gib(taken.needed)} of {gib(taken.made.capacity)} GiB, errors included"
         if not tried[0].fits:
             reason += f", and {tried[0]} {gib(tried[0].needed)}"
@@ -99,12 +99,13 @@ def _levels(inputs: Inputs) -> Iterator[MegatronConfig]:
     if given.recompute_granularity != "auto":
         yield given
         return
-    yield replace(given, recompute_granularity=None)
+    whole = replace(given, recompute_num_layers=None)
+    yield replace(whole, recompute_granularity=None)
     modules = given.recompute_modules
     if modules is None:
         modules = _cheap_modules(inputs.model, given, is_half=inputs.config.trainer.bf16)
     if modules:
-        yield replace(given, recompute_granularity="selective", recompute_modules=modules)
+        yield replace(whole, recompute_granularity="selective", recompute_modules=modules)
     yield replace(given, recompute_granularity="full")
 
 
@@ -124,19 +125,22 @@ def _sizes(inputs: Inputs, megatron: MegatronConfig) -> list[int]:
     return list(dict.fromkeys(max(size * megatron.context_parallel_size, longest) for size in MICRO_BATCHES))
 
 
-def _fewest_layers(inputs: Inputs, megatron: MegatronConfig, tokens: int) -> _Option:
-    """The option; with an open number of layers that are recomputed whole as few as fit for sure."""
-    option, given = _option(inputs, megatron, tokens), inputs.config.trainer.policy.megatron_config
-    is_open = given.recompute_granularity == "auto" and megatron.recompute == "full"
-    if not is_open or given.recompute_num_layers is not None or not option.fits:
+def _fewest_layers(inputs: Inputs, option: _Option) -> _Option:
+    """An option that fits; if it recomputes all layers and their number is open, with as few of them as fit for sure.
+
+    The micro-batch keeps its size: a smaller one needs fewer layers, but was measured to take longer than it saves
+    (docs/readings/gpu_performance.md).
+    """
+    megatron = option.config.trainer.policy.megatron_config
+    is_open = inputs.config.trainer.policy.megatron_config.recompute_granularity == "auto"
+    if not is_open or megatron.recompute != "full" or megatron.recompute_num_layers is not None:
         return option
 
-    def fits(num: int) -> bool:
-        return _option(inputs, replace(megatron, recompute_num_layers=num), tokens).fits
+    def with_layers(num: int) -> _Option:
+        return _option(inputs, replace(megatron, recompute_num_layers=num), option.tokens)
 
     nums = range(1, len(layers(inputs.model)))
-    first = bisect.bisect_left(nums, True, key=fits)
-    fewest = _option(inputs, replace(megatron, recompute_num_layers=first + 1), tokens)
+    fewest = with_layers(1 + bisect.bisect_left(nums, True, key=lambda num: with_layers(num).fits))
     return fewest if fewest.seconds < option.seconds else option
 
 
@@ -160,7 +164,9 @@ def _like_the_policy(
 ) -> MegatronConfig:
     """A critic's configuration with the policy's recomputation, as far as its layers have these modules."""
     if policy.recompute_granularity != "selective":
-        num = policy.recompute_num_layers
+        given = inputs.config.trainer.policy.megatron_config.recompute_num_layers
+        is_own = own.recompute_num_layers not in (None, given)
+        num = own.recompute_num_layers if is_own else policy.recompute_num_layers
         return replace(own, recompute_granularity=policy.recompute_granularity, recompute_num_layers=num)
     has = _cheap_modules(model, own, is_half=inputs.config.trainer.bf16)
     modules = tuple(name for name in policy.recompute_modules or () if name in has)

@@ -22,6 +22,8 @@ from skyrl_train.megatron.weights.gather import shard_group
 def load_weights(bridge: Bridge, chunks: Sequence[GPTModel], folder: str) -> None:
     """Fill this rank's part of the model. The first rank of each group that shares a weight reads it and sends the
     others their parts: a collective over the tensor and expert-tensor groups.
+
+    Raises: ValueError if a tensor has another shape than Megatron's.
     """
     reader = bridge._get_safetensor_io(folder)
     for chunk in chunks:
@@ -38,6 +40,9 @@ def load_weights(bridge: Bridge, chunks: Sequence[GPTModel], folder: str) -> Non
                 continue
             whole = bridge._weight_to_mcore_format(name, [read[hf].to(device()) for hf in names])
             parts = bridge._weight_split_across_tp(name, whole, held[name], group.size())
+            if parts[0].shape != held[name].shape:
+                sizes = f"{list(parts[0].shape)}, and {list(held[name].shape)} of the model"
+                raise ValueError(f"{folder}: {', '.join(names)} make a part of the shape {sizes}")
             _send(held[name], parts, group)
 
 

@@ -43,9 +43,9 @@ def values(given: Inputs) -> dict[str, Any]:
         # 596 million parameters with 2 + 4 + 12 bytes: 10.0 GiB. 28 layers keep 49,216 bytes per token: 42.1 GiB.
         ("qwen3-0.6b", "h100", [], 32_768, None, None),
         # 4,022 million: 67.4 GiB. 36 layers keep 109.7 kB: 15.1 GiB for 4,096 tokens, 11.0 if the cheap part (29.7 kB)
-        # is recomputed. With CUDA context and NCCL both are above 79.2; layers that keep only their inputs (5,120
-        # bytes) must be among them.
-        ("qwen3-4b", "h100", [], 4_096, "full", None),
+        # is recomputed. With CUDA context and NCCL both are above 79.2; the layers' inputs alone (5,120 bytes) take
+        # 2.8 GiB for 16,384.
+        ("qwen3-4b", "h100", [], 16_384, "full", None),
         # 67.4 + 30.1 GiB for 8,192 tokens; 60.3 for 16,384, with an error of 10 %, and 1.2 of context, are 134.9
         # before logits.
         ("qwen3-4b", "h200", [], 8_192, None, None),
@@ -56,8 +56,8 @@ def values(given: Inputs) -> dict[str, Any]:
         ("qwen3-8b", "h100", [f"{RANKS}=8"], 4_096, "selective", CHEAP),
         # On two GPUs 91.5 GiB and 20.0 for 4,096 tokens; 40.0 for 8,192 are 135.5 with the error, before context.
         ("qwen3-8b", "h200", [f"{RANKS}=2"], 4_096, None, None),
-        # On four H100s 68.7 GiB.
-        ("qwen3-8b", "h100", [f"{RANKS}=4"], 4_096, "full", None),
+        # On four H100s 68.7 GiB and the inputs of the layers (8,192 bytes): 2.3 GiB for 8,192 tokens.
+        ("qwen3-8b", "h100", [f"{RANKS}=4"], 8_192, "full", None),
         # 1.54 billion shared parameters with 6 + 12 / 8 bytes, and 28.99 billion of experts on eight GPUs with 18.
         ("qwen3-30b-a3b", "h200", [f"{RANKS}=8", EP8], 8_192, None, None),
         (
@@ -175,20 +175,47 @@ def test_what_was_chosen_is_printed_in_one_line_with_reasons():
     assert "of 139.8 GiB, errors included, and recomputing nothing with 32,768 tokens 21" in line and "\n" not in line
 
 
+LONG = ["trainer.max_prompt_length=4096", "generator.sampling_params.max_generate_length=28672"]
+
+
 def test_no_more_layers_are_recomputed_whole_than_memory_needs():
-    """Micro-batches of two samples of 1,536 tokens: 17 layers that keep 117,888 bytes per token and 19 that keep 5,120
-    are 6.0 GiB."""
-    given = inputs("qwen3-4b", "h100")
-    assert values(given)["recompute_num_layers"] == 19
-    assert "because recomputing 19 layers with 4,096 tokens needs 79.1 of 79.2 GiB" in choices_line(chosen(given))
+    """One sample of 32,768 tokens: 15 layers that keep 117,888 bytes per token and 21 that keep 5,120 are 57.2 GiB,
+    62.9 with the error; weights, gradients and Adam 67.4."""
+    given = inputs("qwen3-4b", "h200", *LONG)
+    assert values(given)["recompute_num_layers"] == 21
+    assert "because recomputing 21 layers with 32,768 tokens needs 139.0 of 139.8 GiB" in choices_line(chosen(given))
     megatron = chosen(given).config.trainer.policy.megatron_config
-    fits = [_option(given, replace(megatron, recompute_num_layers=num), 4_096).fits for num in (18, 19, 20)]
+    fits = [_option(given, replace(megatron, recompute_num_layers=num), 32_768).fits for num in (20, 21, 22)]
     assert fits == [False, True, True]
-    of_user = inputs("qwen3-4b", "h100", f"{MEGATRON}.recompute_num_layers=30")
-    assert "recompute_num_layers" not in values(of_user) and values(of_user)["max_tokens_per_microbatch"] == 4_096
-    assert chosen(of_user).config.trainer.policy.megatron_config.recompute_num_layers == 30
-    all_layers = inputs("qwen3-4b", "h100", f"{MEGATRON}.recompute_granularity=full")
-    assert chosen(all_layers).config.trainer.policy.megatron_config.recompute_num_layers is None
+
+
+def recomputed_layers(*overrides: str) -> tuple[int | None, int | None]:
+    """Of the policy and the critic, after the choice."""
+    trainer: Any = chosen(inputs("qwen3-4b", "h200", *LONG, *overrides)).config.trainer
+    return tuple(model.megatron_config.recompute_num_layers for model in (trainer.policy, trainer.critic))
+
+
+def test_numbers_of_layers_that_are_given_are_kept():
+    assert recomputed_layers(f"{MEGATRON}.recompute_num_layers=30")[0] == 30
+    assert recomputed_layers(f"{MEGATRON}.recompute_granularity=full")[0] is None
+    gae = "trainer.algorithm.advantage_estimator=gae"
+    follows = recomputed_layers(gae)
+    assert follows[0] == follows[1]
+    assert recomputed_layers(gae, "trainer.critic.megatron_config.recompute_num_layers=36")[1] == 36
+    small = chosen(inputs("qwen3-0.6b", "h100", f"{MEGATRON}.recompute_num_layers=10")).config.trainer.policy
+    assert small.megatron_config.recompute is small.megatron_config.recompute_num_layers is None
+
+
+def test_stages_of_a_pipeline_recompute_as_many_layers_each():
+    """Four stages of 10, 10, 10 and 6 layers: with 8 a long stage takes 1 + 0.8 / 3 times as long, the short one, of
+    which all are recomputed, 4 / 3 times; the long ones remain the slowest."""
+    given = inputs("qwen3-8b", "h100", f"{RANKS}=4", f"{MEGATRON}.pipeline_model_parallel_size=4")
+    many = replace(given.config.trainer, max_tokens_per_microbatch=16_384)
+    given = replace(given, config=replace(given.config, trainer=many))
+    assert values(given)["recompute_num_layers"] == 8
+    megatron = chosen(given).config.trainer.policy.megatron_config
+    some, none = (_option(given, replace(megatron, recompute_granularity=level), 16_384) for level in ("full", None))
+    assert some.seconds / none.seconds == pytest.approx(1 + 0.8 / 3)
 
 
 def test_where_nothing_fits_for_sure_the_least_memory_is_taken():

@@ -317,3 +317,11 @@ def test_layouts_are_of_the_nodes_that_the_configuration_names():
     assert set(grown) == {"trainer.placement.policy_num_nodes=16"}
     layouts = [each.forecast.layout for each in proposals(many)]
     assert max(layout.tp * layout.cp for layout in layouts) == 4 and {8} == {layout.num_ranks for layout in layouts}
+
+
+def test_a_given_number_of_recomputed_layers_ends_no_layout():
+    """Layouts that recompute nothing are proposed too, and all layers where the given number does not fit."""
+    full, number = f"{LAYOUT}.recompute_granularity=full", f"{LAYOUT}.recompute_num_layers=4"
+    found = proposals(inputs("qwen3-8b", "h100", full, number, "trainer.placement.policy_num_gpus_per_node=8"))
+    assert any(f"{LAYOUT}.recompute_granularity=null" in each.overrides for each in found)
+    assert any(f"{LAYOUT}.recompute_num_layers=null" in each.overrides for each in found)
