@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from skyrl_train.weight_sync.bucket import Bucket, TensorSpec
@@ -63,7 +62,7 @@ class SendClock:
     def end_digests(self) -> None:
         """Compute the digests of all buckets. Waits for the device."""
         with self.timed("digest_s"):
-            self._digests = digests(self._specs, torch.cat(self._hashes)) if self._hashes else {}
+            self._digests = digests(self._specs, self._hashes)
 
     def report(self) -> SendReport:
         seconds = time.perf_counter() - self._started

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from skyrl_train.device import device
@@ -170,7 +169,7 @@ class Receiver:
         for plan in plans:
             hashes.append(_load_bucket(Bucket(plan, channel.next()), load))
             channel.release()
-        return digests(specs, torch.cat(hashes)) if hashes else {}
+        return digests(specs, hashes)
 
     def close(self) -> None:
         channel, self._channel = self._channel, None

@@ -28,7 +28,7 @@ def pack(named_tensors: Named, bucket_bytes: int) -> Iterator[Bucket]:
 
 
 def bucket_digests(bucket: Bucket) -> dict[str, int]:
-    return digests(bucket.specs, row_hashes(bucket.data))
+    return digests(bucket.specs, [row_hashes(bucket.data)])
 
 
 def tensor_digest(tensor: torch.Tensor) -> int:

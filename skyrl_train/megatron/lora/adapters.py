@@ -214,9 +214,10 @@ class Adapter(torch.nn.Module):
         if self.site.is_expert and (group := parallel_state.get_expert_model_parallel_group()).size() > 1:
             a, b = torch.cat(gather_parts(a, group)), torch.cat(gather_parts(b, group))
         part_of_row = self.site.part_of_row.to(b.device)
+        own_rows = [(part_of_row == part).nonzero().flatten() for part in range(a.shape[1])]  # once: it waits
         for modules, downs, rows in zip(self.site.modules, a, b, strict=True):
             for part, module in enumerate(modules):
-                yield module, downs[part], rows[part_of_row == part]
+                yield module, downs[part], rows[own_rows[part]]
 
 
 def base_weights(layer: Any) -> list[Any]:

@@ -6,7 +6,8 @@ that took longer than everything else at the start of a run together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -31,19 +32,32 @@ def load_weights(bridge: Bridge, chunks: Sequence[GPTModel], folder: str) -> Non
         global_names = bridge._weight_name_mapping_mcore_local_to_global(chunk)
         hf_names = {name: bridge._weight_name_mapping_mcore_to_hf(of) for name, of in global_names.items()}
         groups = {name: shard_group(is_expert=".mlp.experts.linear_fc" in name) for name in hf_names}
-        own = [hf for name, names in hf_names.items() if groups[name].rank() == 0 for hf in names]
-        read = reader.load_some_hf_weight(own)
-        for name, names in hf_names.items():
-            group = groups[name]
-            if group.rank() != 0:
-                _receive(held[name], group)
-                continue
-            whole = bridge._weight_to_mcore_format(name, [read[hf].to(device()) for hf in names])
-            parts = bridge._weight_split_across_tp(name, whole, held[name], group.size())
-            if parts[0].shape != held[name].shape:
-                sizes = f"{list(parts[0].shape)}, and {list(held[name].shape)} of the model"
-                raise ValueError(f"{folder}: {', '.join(names)} make a part of the shape {sizes}")
-            _send(held[name], parts, group)
+        for _, in_layer in groupby(hf_names, key=_layer):  # at a time, since a reader may convert what it reads
+            of_layer = list(in_layer)
+            own = [hf for name in of_layer if groups[name].rank() == 0 for hf in hf_names[name]]
+            read = reader.load_some_hf_weight(own)
+            for name in of_layer:
+                if groups[name].rank() == 0:
+                    tensors = {hf: read[hf] for hf in hf_names[name]}
+                    _send(held[name], _parts(bridge, name, tensors, held[name], groups[name].size()), groups[name])
+                else:
+                    _receive(held[name], groups[name])
+
+
+def _layer(name: str) -> str:
+    """Prefix of the names of a layer's tensors, which follow each other."""
+    _, layers, rest = name.partition("decoder.layers.")
+    return layers + rest.partition(".")[0]
+
+
+def _parts(bridge: Bridge, name: str, tensors: Mapping[str, Tensor], held: Tensor, count: int) -> Sequence[Tensor]:
+    """The part of each rank of one Megatron weight that these tensors of the checkpoint make."""
+    whole = bridge._weight_to_mcore_format(name, [tensor.to(device()) for tensor in tensors.values()])
+    parts: Sequence[Tensor] = bridge._weight_split_across_tp(name, whole, held, count)
+    if parts[0].shape != held.shape:
+        sizes = f"{list(parts[0].shape)}, and Megatron's has {list(held.shape)}"
+        raise ValueError(f"{', '.join(tensors)} in the checkpoint make a part of the shape {sizes}")
+    return parts
 
 
 def _send(held: Tensor, parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:

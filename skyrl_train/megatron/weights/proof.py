@@ -143,7 +143,7 @@ class LiveSums:
                         for part in parts:
                             sums.add(num + entry.position, part, entry.word_bytes(part))
             elif left:
-                count(left.pop(next(iter(left))))
+                count(left.popitem()[1])
             yield name, tensor
         for shard in left.values():
             count(shard)

@@ -7,8 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skyrl_train.weight_sync import digest
+from skyrl_train.weight_sync.bucket import TensorSpec, fill, num_bytes
 from skyrl_train.weight_sync.control import WeightSyncError
-from skyrl_train.weight_sync.digest import compare
+from skyrl_train.weight_sync.digest import compare, row_hashes
 from tests.support.sending import bucket_digests, pack, tensor_digest
 
 
@@ -53,6 +55,20 @@ def python_digest(data: bytes, dtype: str, shape: str) -> int:
 def test_the_digest_is_the_sum_of_mixed_row_hashes(shape):
     tensor = weights(*shape)
     assert tensor_digest(tensor) == python_digest(tensor.numpy().tobytes(), "torch.float32", str(tuple(shape)))
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 2, 5, 100])
+def test_digests_do_not_depend_on_where_the_rows_are_cut(rows_at_once: int, monkeypatch: pytest.MonkeyPatch):
+    """Tensors of 3, 1, 5 and 1 rows in two buckets, also where a tensor is in both."""
+    tensors = [weights(3, 256), weights(7, seed=1), weights(5, 256, seed=2), weights(256, seed=3)]
+    specs = [TensorSpec(str(index), tensor.dtype, tuple(tensor.shape)) for index, tensor in enumerate(tensors)]
+    bucket = fill(specs, tensors, torch.empty(num_bytes(specs), dtype=torch.uint8))
+    hashes = row_hashes(bucket.data)
+    monkeypatch.setattr(digest, "ROWS_AT_ONCE", rows_at_once)
+    for cut in ([10], [4, 6], [2, 1, 7], [1] * 10):
+        found = digest.digests(specs, list(hashes.split(cut)))
+        assert list(found.values()) == [tensor_digest(tensor) for tensor in tensors]
+    assert digest.digests([], []) == {}
 
 
 @given(
