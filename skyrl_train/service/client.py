@@ -32,8 +32,8 @@ ANSWER_S = 30.0
 """Timeout of a request for the state of a started service."""
 CLOSE_S = 60.0
 """Timeout of `stop`."""
-MAX_CONCURRENCY = 1000
-"""Concurrent calls: waiting jobs and readers of metrics."""
+MAX_CONCURRENCY = 20_000
+"""Concurrent calls: waiting jobs and readers of metrics, behind which no other call may queue."""
 Group = Iterable[ChatSample | TokenSample | Mapping[str, Any]]
 
 

@@ -6,7 +6,7 @@ import io
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +60,19 @@ def json_line(row: Mapping[str, Any]) -> bytes:
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON lines file; a truncated line (its writer was killed) is skipped with a warning."""
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            log.warning("%s: skipping truncated line %d", path, number)
-    return rows
+    return [row for _, row in json_lines(path)]
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (offset of its line in the file, object), with one line in memory; a truncated line is skipped."""
+    offset = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield offset, json.loads(line)
+            except ValueError:
+                log.warning("%s: skipping truncated line %d", path, number)
+            offset += len(line)
 
 
 def _plain(value: Any) -> Any:

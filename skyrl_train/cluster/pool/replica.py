@@ -20,8 +20,8 @@ from skyrl_train.engines.protocol import EngineDeadError
 from skyrl_train.engines.settings import EngineSettings
 from skyrl_train.types import Generation
 
-# Requests in flight come as a handful of batches; the rest are control calls that must never queue behind them.
-MAX_CONCURRENCY = 1000
+MAX_CONCURRENCY = 20_000
+"""Concurrent calls: every stream of requests is one until it ends, and control calls must never queue behind them."""
 ENGINE_PROCESS = "skyrl_train.cluster.pool.engine_process:EngineProcess"
 KILL_S = 2 * GONE_S + TRACKER_S
 """Timeout in seconds for an engine's processes to end after they were killed."""

@@ -6,6 +6,7 @@ or is still running.
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 
 from skyrl_train.tracking.format import compact, number, percent, seconds
-from skyrl_train.tracking.jsonl import read_json_lines
+from skyrl_train.tracking.jsonl import json_lines
 from skyrl_train.tracking.names import STEP, STEP_TIME, metric_units
 from skyrl_train.tracking.report.history import History, Summary, load_history, summarize, without_passed_steps
 from skyrl_train.tracking.transcripts import shortened
@@ -57,10 +58,20 @@ def write_report(run_dir: Path) -> tuple[Path, Path]:
 
 def chosen_samples(path: Path) -> Sequence[Mapping[str, Any]]:
     """At most NUM_SAMPLES transcripts, evenly from the first to the last; none without a file."""
-    samples = without_passed_steps(read_json_lines(path) if path.is_file() else [], "step")
-    if len(samples) <= NUM_SAMPLES:
-        return samples
-    return [samples[round(index * (len(samples) - 1) / (NUM_SAMPLES - 1))] for index in range(NUM_SAMPLES)]
+    if not path.is_file():
+        return []
+    lines = [{"step": row["step"], "offset": offset} for offset, row in json_lines(path)]
+    kept = without_passed_steps(lines, "step")
+    if len(kept) > NUM_SAMPLES:
+        kept = [kept[round(index * (len(kept) - 1) / (NUM_SAMPLES - 1))] for index in range(NUM_SAMPLES)]
+    return [_line_at(path, line["offset"]) for line in kept]
+
+
+def _line_at(path: Path, offset: int) -> dict[str, Any]:
+    with path.open("rb") as file:
+        file.seek(offset)
+        row: dict[str, Any] = json.loads(file.readline())
+        return row
 
 
 def page(

@@ -28,6 +28,7 @@ from skyrl_train.cluster.calls import Calls, RemoteFailed
 from skyrl_train.cluster.gpu_kind import KIND, cluster_gpu_kind
 from skyrl_train.cluster.launch import launch
 from skyrl_train.cluster.placement import Demand, Placement, PlacementError
+from skyrl_train.cluster.pool import replica
 from skyrl_train.cluster.pool.replica import EngineReplica
 from skyrl_train.cluster.process import Host, host
 from skyrl_train.cluster.ranks.worker_group import RANK, WorkerGroup
@@ -36,6 +37,7 @@ from skyrl_train.config import load_config
 from skyrl_train.device.kinds import DeviceKind, device_kind
 from skyrl_train.hf.hub import local_folder
 from skyrl_train.ranks import Rendezvous
+from skyrl_train.service import client
 from skyrl_train.trainer.from_config import objective
 from skyrl_train.weight_sync.control import WeightSyncError
 from tests.support.local_hub import COMMIT
@@ -401,6 +403,31 @@ def test_a_local_cluster_has_no_process_that_a_run_does_not_use(cluster: Cluster
     commands = _processes_of(ray.get_runtime_context().get_session_name())
     assert commands, "not even the raylet"
     assert not [command for command in commands if re.search(r"dashboard\.py|monitor\.py", command)]
+
+
+class Waiting:
+    """An actor whose calls end when it is told to."""
+
+    def __init__(self) -> None:
+        self._released = asyncio.Event()
+
+    async def wait(self) -> None:
+        await self._released.wait()
+
+    async def ping(self) -> str:
+        return "here"
+
+
+@pytest.mark.parametrize("most", [replica.MAX_CONCURRENCY, client.MAX_CONCURRENCY], ids=["engine", "service"])
+def test_an_actor_answers_behind_as_many_calls_as_a_large_run_keeps_waiting(most: int, cluster: Cluster):
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    actor = ray.remote(Waiting).options(num_cpus=0, max_concurrency=most).remote()
+    try:
+        waiting = [actor.wait.remote() for _ in range(2_000)]
+        assert ray.get(actor.ping.remote(), timeout=60) == "here"
+        assert not ray.wait(waiting, timeout=0)[0]
+    finally:
+        ray.kill(actor)
 
 
 @pytest.mark.parametrize("joining", ["with s.connect(): pass", "s.attach(os.environ['RAY_ADDRESS'])"])
