@@ -35,20 +35,30 @@ MAX_GROUPS = 1023
 """Groups of one grouped product on a GPU, at most."""
 
 
-def grouped_linear(x: Tensor, weights: Sequence[Tensor], rows: ExpertRows | Sequence[int]) -> Tensor:
-    """Multiply x [T, in], ordered by expert, by the weights [out, in] of the experts -> [T, out]. Gradients of weights
-    with a `main_grad` of Megatron's data-parallel wrapper are added to it, as in Megatron's own linear layers; then
-    only the first weight gets a stand-in for its gradient (`reduce_together`). Args: rows: of each expert.
+Weights = Sequence[Tensor] | Tensor
+"""[out, in] of each expert, or one tensor [experts, out, in]."""
+
+
+def grouped_linear(x: Tensor, weights: Weights, rows: ExpertRows | Sequence[int]) -> Tensor:
+    """Multiply x [T, in], ordered by expert, by the weights of the experts -> [T, out]. Gradients of weights with a
+    `main_grad` of Megatron's data-parallel wrapper are added to it, as in Megatron's own linear layers; then only the
+    first weight gets a stand-in for its gradient (`reduce_together`). Args: rows: of each expert.
     """
     rows = rows if isinstance(rows, ExpertRows) else ExpertRows(rows)
     rows.check(x)
-    num_connected = 1 if hasattr(weights[0], "main_grad") else len(weights)
-    return _GroupedLinear.apply(x, rows, weights, *weights[:num_connected])
+    return _GroupedLinear.apply(x, rows, weights, *_connected(weights))
+
+
+def _connected(weights: Weights) -> Sequence[Tensor]:
+    """What autograd is told of: for each tensor it takes microseconds, on a host that the GPU waits for."""
+    if isinstance(weights, Tensor):
+        return [weights]
+    return weights[:1] if hasattr(weights[0], "main_grad") or not weights[0].requires_grad else weights
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: ExpertRows, weights: Sequence[Tensor], *connected: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: ExpertRows, weights: Weights, *connected: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         # Not with save_for_backward, which would check the version of each weight.
         ctx.rows, ctx.weights = rows, weights
@@ -73,7 +83,7 @@ def _row_major(x: Tensor) -> Tensor:
     return x.contiguous().flatten().view(x.shape)
 
 
-def _by_run(x: Tensor, rows: ExpertRows, weights: Sequence[Tensor], oriented: Callable[[Tensor], Tensor]) -> Tensor:
+def _by_run(x: Tensor, rows: ExpertRows, weights: Weights, oriented: Callable[[Tensor], Tensor]) -> Tensor:
     """Multiply each expert's rows by its weight, one grouped product per run of adjacent weights -> [T, columns].
     Args: oriented: transposes or keeps [n, out, in].
     """
@@ -87,11 +97,11 @@ def _by_run(x: Tensor, rows: ExpertRows, weights: Sequence[Tensor], oriented: Ca
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _weight_gradients(grad: Tensor, x: Tensor, rows: ExpertRows, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+def _weight_gradients(grad: Tensor, x: Tensor, rows: ExpertRows, weights: Weights) -> Sequence[Tensor]:
     """Gradients from contiguous grad [T, out] and x [T, in]; one stand-in if they were added to their `main_grad`."""
     joined = _is_supported(x, weights)
     if hasattr(weights[0], "grad_added_to_main_grad"):
-        for first, block in _runs([weight.main_grad for weight in weights], joined=joined):  # type: ignore[attr-defined]
+        for first, block in _runs([weight.main_grad for weight in weights], joined=joined):  # type: ignore[union-attr]
             ours = rows.of(grad, first, len(block)), rows.of(x, first, len(block))
             if len(ours[0]) == 0:
                 continue
@@ -103,10 +113,13 @@ def _weight_gradients(grad: Tensor, x: Tensor, rows: ExpertRows, weights: Sequen
         weights[0].grad_added_to_main_grad = True  # type: ignore[attr-defined]
         return [weights[0].new_empty(weights[0].shape)]
     if len(x) == 0:
-        return [torch.zeros_like(weight) for weight in weights]
-    if joined:
-        return _products(grad, x, rows, 0, len(weights)).unbind(0)
-    return [rows.of(grad, expert, 1).t() @ rows.of(x, expert, 1) for expert in range(len(weights))]
+        products = grad.new_zeros(len(weights), *weights[0].shape)
+    elif joined:
+        products = _products(grad, x, rows, 0, len(weights))
+    else:
+        separate = (rows.of(grad, expert, 1).t() @ rows.of(x, expert, 1) for expert in range(len(weights)))
+        products = torch.stack(list(separate))
+    return [products] if isinstance(weights, Tensor) else products.unbind(0)
 
 
 def _products(grad: Tensor, x: Tensor, rows: ExpertRows, first: int, num: int) -> Tensor:
@@ -128,7 +141,7 @@ def _add(total: Tensor, products: Tensor) -> None:
         total.add_(products)
 
 
-def _is_supported(x: Tensor, weights: Sequence[Tensor]) -> bool:
+def _is_supported(x: Tensor, weights: Weights) -> bool:
     """Whether torch has a grouped kernel. On other GPUs, and for float32, it would loop and wait for the device."""
     is_aligned = all(size * x.element_size() % ALIGNMENT == 0 for size in weights[0].shape)
     if not is_aligned or len(weights) > MAX_GROUPS:
@@ -150,12 +163,15 @@ def _writes_zeros(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _runs(tensors: Sequence[Tensor], *, joined: bool) -> Iterator[tuple[int, Tensor]]:
+def _runs(tensors: Weights, *, joined: bool) -> Iterator[tuple[int, Tensor]]:
     """Yield (index of the first, view [n, *shape]) of tensors of one shape at equal distances in one storage.
 
     Usually one run of all of them; two if a bucket of the data-parallel wrapper ends between them and is padded; one
     run per tensor if they were allocated separately, or unless `joined`.
     """
+    if isinstance(tensors, Tensor) and joined:
+        yield 0, tensors.detach()
+        return
     addresses = [tensor.data_ptr() for tensor in tensors]
     first = 0
     while first < len(tensors):

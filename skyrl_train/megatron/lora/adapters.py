@@ -180,9 +180,8 @@ class Adapter(torch.nn.Module):
         return F.linear(hidden, self._rows()[0])
 
     def _experts(self, x: Tensor, rows: ExpertRows | Sequence[int]) -> Tensor:
-        downs, ups = self.lora_A.flatten(1, 2), self._rows()
-        hidden = grouped_linear(x, downs.unbind(0), rows) * self.scale
-        return grouped_linear(hidden, ups.unbind(0), rows)
+        hidden = grouped_linear(x, self.lora_A.flatten(1, 2), rows) * self.scale
+        return grouped_linear(hidden, self._rows(), rows)
 
     def _rows(self) -> Tensor:
         """[E, out, P * r]"""

@@ -180,6 +180,24 @@ def test_what_torch_does_not_group_is_multiplied_one_by_one(dtype: torch.dtype, 
         assert_near(weight.grad, theirs, bound)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@counts
+def test_weights_in_one_tensor_are_multiplied_as_separate_ones_are(
+    dtype: torch.dtype, counts: list[int], products: list[int]
+):
+    weights = random(6, OUT, IN, dtype=dtype, seed=1).requires_grad_()
+    x = random(sum(counts), IN, dtype=dtype, seed=2).requires_grad_()
+    grad = random(sum(counts), OUT, dtype=dtype, seed=3)
+    y = grouped_linear(x, weights * 1, counts)
+    y.backward(grad)
+    assert products == ([6, 6, 6] if sum(counts) and dtype != torch.float64 else [])
+    y64, grad_x, grad_weights = by_hand(x, list(weights), grad, counts)
+    bound = torch.float32 if dtype == torch.float64 else dtype
+    assert_near(y, y64, bound)
+    assert_near(x.grad, grad_x, bound)
+    assert_near(weights.grad, torch.stack(grad_weights), bound)
+
+
 def test_a_single_row_may_have_any_stride():
     weights = [torch.nn.Parameter(one) for one in in_a_buffer(6, (OUT, IN), torch.float32)]
     x, grad = torch.randn(IN).expand(1, -1), torch.randn(OUT).expand(1, -1)
