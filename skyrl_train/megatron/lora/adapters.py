@@ -191,10 +191,11 @@ class Adapter(torch.nn.Module):
         """[..., out, r] -> [..., out, P * r]: each row padded with zeros, to multiply its own A only."""
         return (b[..., None, :] * self.select[:, :, None]).flatten(-2)
 
-    def delta(self, index: int) -> Tensor:
-        """The adapter's change of this rank's part of the weight (of local expert `index`), float32."""
-        b, a = self.lora_B[index].detach(), self.lora_A[index].detach()
-        return self.scale * (self._padded(b).float() @ a.flatten(0, 1).float())
+    def deltas(self, first: int, num: int) -> Tensor:
+        """[num, out, in] float32: the adapter's changes of this rank's parts of the weights of `num` local experts from
+        expert `first` on (of the layer's weight)."""
+        b, a = self.lora_B[first : first + num].detach(), self.lora_A[first : first + num].detach()
+        return (self._padded(b).float() @ a.flatten(1, 2).float()).mul_(self.scale)
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:
         """Yield (module, shape of A, shape of B) in the order of `factors`; no collective."""

@@ -16,12 +16,14 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from skyrl_train.hf import adapter as peft
-from skyrl_train.megatron.lora.adapters import Lora, base_weights
+from skyrl_train.megatron.lora.adapters import Adapter, Lora, base_weights
 from skyrl_train.megatron.model.model import Model
 from skyrl_train.megatron.weights.gather import gather_parts, join_parts, shard_group
 from skyrl_train.weight_sync.bucket import TensorSpec
 
 Read = Callable[[torch.nn.Parameter | Tensor], Tensor]
+MERGED_BYTES = 256 << 20
+"""Float32 bytes of the weights into which adapters are merged together, at most, but one weight at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,17 +173,29 @@ def dtype_of_name(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def merged(lora: Lora | None) -> Read:
-    """A `read` for `export` that returns W + alpha / r * B A, added in float32 and rounded once; W without adapters. It
-    needs only the adapters of this rank's part of a weight: no collective.
+    """A `read` for one export that returns W + alpha / r * B A, added in float32 and rounded once; W without adapters.
+    It needs only the adapters of this rank's part of a weight: no collective.
     """
-    deltas: dict[int, Callable[[], Tensor]] = {}
+    places: dict[int, tuple[Adapter, list[Tensor], int]] = {}
     for layer, adapter in lora.adapters if lora else ():
-        for index, weight in enumerate(base_weights(layer)):
-            deltas[id(weight)] = lambda adapter=adapter, index=index: adapter.delta(index)  # type: ignore[misc]
+        weights = base_weights(layer)
+        places |= {id(weight): (adapter, weights, index) for index, weight in enumerate(weights)}
+    last: dict[int, Tensor] = {}
+    """Merged weights of the experts beside the last one: one by one, those of a large model take seconds."""
 
     def read(tensor: Tensor) -> Tensor:
-        weight, delta = tensor.detach(), deltas.get(id(tensor))
-        return weight if delta is None else (weight.float() + delta()).to(weight.dtype)
+        if id(tensor) not in places:
+            return tensor.detach()
+        if id(tensor) not in last:
+            last.clear()
+            adapter, weights, index = places[id(tensor)]
+            num = max(1, MERGED_BYTES // (4 * tensor.numel()))
+            some = weights[index // num * num :][:num]
+            values = adapter.deltas(index // num * num, len(some))
+            for value, weight in zip(values, some, strict=True):
+                value += weight.detach()
+            last.update(zip(map(id, some), values.to(tensor.dtype), strict=True))
+        return last[id(tensor)]
 
     return read
 

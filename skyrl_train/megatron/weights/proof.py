@@ -134,16 +134,13 @@ class LiveSums:
             return is_added
 
         for name, tensor in named_tensors:  # while buckets travel, so that little is left to wait for at the end
-            if is_owner:
-                entry = self._of_hf[name]
-                parts = [*parts, tensor] if name != entry.hf_names[0] else [tensor]
-                if name == entry.hf_names[-1]:
-                    shard = left.pop(entry.position, None)
-                    if shard is None or count(shard, parts):
-                        for part in parts:
-                            sums.add(num + entry.position, part, entry.word_bytes(part))
-            elif left:
-                count(left.popitem()[1])
+            entry = self._of_hf[name]
+            parts = [*parts, tensor] if name != entry.hf_names[0] else [tensor]
+            if name == entry.hf_names[-1]:
+                shard = left.pop(entry.position, None)
+                differs = shard is None or count(shard, parts if is_owner else ())
+                for part in parts if is_owner and differs else ():
+                    sums.add(num + entry.position, part, entry.word_bytes(part))
             yield name, tensor
         for shard in left.values():
             count(shard)

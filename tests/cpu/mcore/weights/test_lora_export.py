@@ -12,13 +12,15 @@ import transformers
 
 from skyrl_train.config.policy import LoraConfig, MegatronConfig
 from skyrl_train.hf import adapter
+from skyrl_train.megatron.lora.adapters import Adapter
 from skyrl_train.megatron.model.model import build_model
 from skyrl_train.megatron.model.parallel import join
 from skyrl_train.megatron.optimizer.optimizer import build_optimizer
 from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.megatron.verify.layout_check import OPTIMIZER, share_of
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
-from skyrl_train.megatron.weights.export import adapter_specs, export_adapter, merged
+from skyrl_train.megatron.weights import export as weights
+from skyrl_train.megatron.weights.export import adapter_specs, export, export_adapter, merged
 from skyrl_train.megatron.weights.save import save_adapter, save_hf
 from skyrl_train.ranks import Rendezvous
 from tests.support.adapters import Adapted, lora_config, peft_model, read_adapter, write_adapter
@@ -128,6 +130,35 @@ def test_chosen_modules_are_adapted_and_no_others(tmp_path: Path):
     attention = {f"model.layers.{i}.self_attn.{m}_proj.weight" for i in range(4) for m in ("q", "v")}
     mlp = {f"model.layers.{i}.mlp.{m}_proj.weight" for i in range(3) for m in ("gate", "down")}
     assert changed == attention | mlp
+
+
+def _merges(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, LoraConfig]) -> tuple[int, int, bool]:
+    """Merges of an export with experts together and one by one, and whether the weights are the same."""
+    path, megatron, lora = arguments
+    join(rendezvous, megatron, seed=1)
+    model = build_model(path, megatron, torch.float32, trainable=True, lora=lora, seed=5)
+    counts, deltas = [0], Adapter.deltas
+
+    def counted(self: Adapter, first: int, num: int) -> torch.Tensor:
+        counts[-1] += 1
+        return deltas(self, first, num)
+
+    Adapter.deltas = counted  # type: ignore[method-assign]
+    together = dict(export(model, torch.float32, merged(model.lora)))
+    counts.append(0)
+    weights.MERGED_BYTES = 1
+    one_by_one = dict(export(model, torch.float32, merged(model.lora)))
+    return counts[0], counts[1], all(torch.equal(together[name], one_by_one[name]) for name in one_by_one)
+
+
+def test_weights_of_experts_are_merged_together(tmp_path: Path):
+    path = write_family("qwen3_moe", tmp_path / "base")
+    lora = write_adapter(tmp_path / "given", path)
+    megatron = layout(1, {}).megatron
+    (result,) = run_on_ranks(_merges, (str(path), megatron, lora), 1, timeout_s=120)
+    config = transformers.AutoConfig.from_pretrained(path)
+    layers, experts = config.num_hidden_layers, config.num_experts
+    assert result == (layers * (2 + 2), layers * (2 + 2 * experts), True)
 
 
 def _save_where_it_cannot(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, LoraConfig, str]) -> list[str]:
