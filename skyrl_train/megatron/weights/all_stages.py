@@ -15,10 +15,21 @@ from torch import Tensor
 
 from skyrl_train.device import device
 from skyrl_train.megatron.weights.gather import gather_json
-from skyrl_train.weight_sync.bucket import TensorSpec
+from skyrl_train.weight_sync.bucket import (
+    Bucket,
+    TensorSpec,
+    fill,
+    finish,
+    next_tensors,
+    num_bytes,
+    plan_buckets,
+    unpack,
+)
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 Specs = Sequence[TensorSpec]
+TOGETHER_BYTES = 64 << 20
+"""The most bytes of several tensors in one broadcast. With one for each of thousands, ranks wait for the host."""
 
 
 def specs_by_stage(specs: Specs) -> list[list[TensorSpec]]:
@@ -38,25 +49,31 @@ def to_every_stage(stages: Sequence[Specs], named_tensors: NamedTensors) -> Name
 
 
 class _Export:
-    """This rank's export. If it fails, zeros replace the missing tensors, because the other ranks wait for them;
-    `raise_error` then ends the gathering.
+    """This rank's export. If it fails, the other ranks, which wait for its tensors, get zeros, and `raise_error` then
+    ends the gathering.
     """
 
-    def __init__(self, named_tensors: NamedTensors, specs: Specs) -> None:
-        self._named_tensors, self._specs = named_tensors, specs
+    def __init__(self, named_tensors: NamedTensors) -> None:
+        self._named_tensors = named_tensors
         self._error: Exception | None = None
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """(name, tensor, whether it is exported)"""
-        count = 0
+    def next(self, specs: Specs) -> list[Tensor]:
+        """Tensors of these specs; only the first of them if the export fails."""
+        tensors: list[Tensor] = []
+        for spec in specs if self._error is None else ():
+            try:
+                tensors += next_tensors([spec], self._named_tensors)
+            except Exception as error:
+                self._error = error
+                break
+        return tensors
+
+    def end(self) -> None:
+        """Run the export to its end, where it is checked."""
         try:
-            for name, tensor in self._named_tensors:
-                yield name, tensor.contiguous(), True
-                count += 1
+            finish(self._named_tensors)
         except Exception as error:
-            self._error = error
-        for spec in self._specs[count:] if self._error is not None else ():
-            yield spec.name, torch.zeros(spec.shape, dtype=spec.dtype, device=device()), False
+            self._error = self._error or error
 
     def raise_error(self) -> None:
         if self._error is not None:
@@ -64,17 +81,32 @@ class _Export:
 
 
 def _broadcast(named_tensors: NamedTensors, stages: Sequence[Specs], group: dist.ProcessGroup) -> NamedTensors:
-    own = dist.get_rank(group)
-    export = _Export(named_tensors, stages[own])
+    own, export = dist.get_rank(group), _Export(named_tensors)
     for number, (source, specs) in enumerate(zip(dist.get_process_group_ranks(group), stages, strict=True)):
+        for together in plan_buckets(specs, TOGETHER_BYTES):
+            if number != own:
+                data = _empty(together)
+                dist.broadcast(data, source, group=group)
+                yield from unpack(Bucket(together, data))
+                continue
+            tensors = export.next(together)
+            dist.broadcast(_packed(together, tensors), source, group=group)
+            yield from zip((spec.name for spec in together), tensors, strict=False)
         if number == own:
-            for name, tensor, is_exported in export:
-                dist.broadcast(tensor, source, group=group)
-                if is_exported:
-                    yield name, tensor
-            continue
-        for spec in specs:
-            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device())
-            dist.broadcast(tensor, source, group=group)
-            yield spec.name, tensor
+            export.end()
     export.raise_error()
+
+
+def _empty(specs: tuple[TensorSpec, ...]) -> Tensor:
+    """[number of bytes] uint8"""
+    size = specs[0].num_bytes if len(specs) == 1 else num_bytes(specs)
+    return torch.empty(size, dtype=torch.uint8, device=device())
+
+
+def _packed(specs: tuple[TensorSpec, ...], tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of the tensors, zeros if some are missing. A single tensor, which may be large, is not copied."""
+    if len(tensors) < len(specs):
+        return _empty(specs).zero_()
+    if len(specs) == 1:
+        return tensors[0].contiguous().view(-1).view(torch.uint8)
+    return fill(specs, tensors, _empty(specs)).data

@@ -25,12 +25,13 @@ from skyrl_train.megatron.model.parallel import join
 from skyrl_train.megatron.optimizer.optimizer import build_optimizer
 from skyrl_train.megatron.verify.layout_check import OPTIMIZER
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
+from skyrl_train.megatron.weights import all_stages
 from skyrl_train.megatron.weights import save as save_module
 from skyrl_train.megatron.weights.all_stages import specs_by_stage, to_every_stage
 from skyrl_train.megatron.weights.export import export, export_specs
 from skyrl_train.megatron.weights.save import copy_others, export_folder, require_tensors, save_hf, write_config
 from skyrl_train.ranks import Rendezvous
-from skyrl_train.weight_sync.bucket import TensorSpec
+from skyrl_train.weight_sync.bucket import ALIGNMENT, TensorSpec
 from skyrl_train.weight_sync.control import WeightSyncError
 from tests.support.checkpoints import tensors_of
 from tests.support.families import FAMILIES, write_family
@@ -104,33 +105,37 @@ def test_every_weight_leaves_once_as_it_came(family: str, processes: int, sizes:
     assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in source.values())
 
 
-def _gather_with_failures(rendezvous: Rendezvous, megatron: MegatronConfig) -> list[tuple[list[str], str]]:
+def _gather_with_failures(rendezvous: Rendezvous, arguments: tuple[MegatronConfig, int]) -> list[tuple[list[str], str]]:
     """Gather the tensors of two stages, of which one fails after some: (names, error) of each."""
+    megatron, all_stages.TOGETHER_BYTES = arguments
     stage = join(rendezvous, megatron, seed=1).pp_rank
     specs = [TensorSpec(f"{stage}.{number}", torch.float32, (2, number + 1)) for number in range(3)]
 
     def tensors(num_good: int) -> Iterator[tuple[str, Tensor]]:
         for spec in specs[:num_good]:
-            yield spec.name, torch.full(spec.shape, float(stage))
+            yield spec.name, torch.full(spec.shape, float(stage + 1))
         raise WeightSyncError(f"stage {stage} cannot go on")
 
     ended, stages = [], specs_by_stage(specs)
     for failing, num_good in product((0, 1), (0, 2, 3)):
-        good = ((spec.name, torch.full(spec.shape, float(stage))) for spec in specs)
+        good = ((spec.name, torch.full(spec.shape, float(stage + 1))) for spec in specs)
         names, error = [], ""
         try:
             for name, tensor in to_every_stage(stages, tensors(num_good) if stage == failing else good):
                 names.append(name)
-                assert stage == failing or not name.startswith(str(stage)) or tensor.eq(stage).all()
+                source, number = map(int, name.split("."))
+                assert tensor.shape == (2, number + 1)
+                assert tensor.eq(source + 1).all() or (source == failing != stage and tensor.eq(0).all())
         except WeightSyncError as raised:
             error = str(raised)
         ended.append((names, error))
     return ended
 
 
-def test_ranks_are_not_left_in_a_collective_by_a_stage_that_cannot_export():
+@pytest.mark.parametrize("together", [ALIGNMENT, 2 * ALIGNMENT, 1 << 20], ids=["one", "two", "all"])
+def test_ranks_are_not_left_in_a_collective_by_a_stage_that_cannot_export(together: int):
     """Over gloo each wait would last the 20 seconds that the group is given, over NCCL for ever."""
-    found = run_on_ranks(_gather_with_failures, layout(2, {"pp": 2}).megatron, 2, timeout_s=20)
+    found = run_on_ranks(_gather_with_failures, (layout(2, {"pp": 2}).megatron, together), 2, timeout_s=20)
     cases = list(product((0, 1), (0, 2, 3)))
     for stage, ended in enumerate(found):
         for (failing, num_good), (names, error) in zip(cases, ended, strict=True):
