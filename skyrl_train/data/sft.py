@@ -60,6 +60,7 @@ def load_examples(
         ValueError if no row is left.
     """
     reader = ExampleReader(tokenizer, assistant_turns, chat_template_kwargs, max_length, mapping)
+    eos = tokenizer.eos_token_id
     examples: list[Example] = []
     lengths: list[int] = []
     num_truncated = num_ended = num_rows = 0
@@ -83,7 +84,7 @@ def load_examples(
                 continue
             ids, mask = ids[:max_length], mask[:max_length]
             num_truncated += 1
-        num_ended += any(trained and token == tokenizer.eos_token_id for token, trained in zip(ids, mask, strict=True))
+        num_ended += eos in compress(ids, mask)
         examples.append(Example(torch.tensor(ids, dtype=torch.int64), torch.tensor(mask)))
     if not examples:
         mapping.check_some_left(len(lengths), num_rows, sources)
