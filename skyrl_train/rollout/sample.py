@@ -16,7 +16,7 @@ from skyrl_train.rollout.contract import Engines
 from skyrl_train.rollout.dialogue import ChatDialogue
 from skyrl_train.rollout.env_pool import CallTimeout, EnvPool
 from skyrl_train.rollout.episode import Episode
-from skyrl_train.types import Prompt, Sample, SamplingParams
+from skyrl_train.types import Generation, Prompt, Sample, SamplingParams
 
 _T = TypeVar("_T")
 
@@ -59,9 +59,24 @@ class Sampler:
     async def _play(
         self, prompt: Prompt, episode: Episode, sampling_params: SamplingParams, engines: Engines
     ) -> list[Sample]:
-        messages = await self._on_env_thread(engines, episode, episode.start)
+        # What is proportional to a conversation's length runs on the environment's thread, not on the event loop.
         dialogue = self._dialogue(engines.chat)
-        _render(episode, partial(dialogue.begin, messages))
+
+        def begin() -> None:
+            _render(episode, partial(dialogue.begin, episode.start()))
+
+        def answer(generation: Generation) -> list[Sample] | None:
+            """Let the environment answer. Returns: the samples if it was the last turn."""
+            dialogue.write(generation)
+            last = dialogue.turns == engines.max_turns
+            turn = episode.step(generation.text, last=last, token_ids=generation.token_ids)
+            dialogue.add_reward(turn.reward, turn.named_rewards)
+            if turn.done or last:
+                return dialogue.samples(episode.metrics)
+            _render(episode, partial(dialogue.answer, turn.observations))
+            return None
+
+        await self._on_env_thread(engines, episode, begin)
         while True:
             input_ids = dialogue.input_ids()
             if len(input_ids) > engines.max_input_length:
@@ -69,14 +84,8 @@ class Sampler:
                 await self._on_env_thread(engines, episode, episode.finish)
                 return dialogue.samples(episode.metrics)
             generation = await engines.generate(input_ids, sampling_params, prompt.uid)
-            dialogue.write(generation)
-            last = dialogue.turns == engines.max_turns
-            step = partial(episode.step, generation.text, last=last, token_ids=generation.token_ids)
-            turn = await self._on_env_thread(engines, episode, step)
-            dialogue.add_reward(turn.reward, turn.named_rewards)
-            if turn.done or last:
-                return dialogue.samples(episode.metrics)
-            _render(episode, partial(dialogue.answer, turn.observations))
+            if (samples := await self._on_env_thread(engines, episode, partial(answer, generation))) is not None:
+                return samples
 
     async def _on_env_thread(self, engines: Engines, episode: Episode, function: Callable[[], _T]) -> _T:
         try:

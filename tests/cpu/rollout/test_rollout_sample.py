@@ -9,7 +9,9 @@ import skyrl_gym
 import torch
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
+from skyrl_train.data.chat import ChatTemplate
 from skyrl_train.rollout.contract import GenerationAborted, Requests
+from skyrl_train.rollout.env_pool import WORKER_NAME
 from skyrl_train.rollout.episode import EnvironmentFailure
 from skyrl_train.rollout.trace import Trace
 from skyrl_train.types import Generation, Prompt
@@ -95,6 +97,18 @@ def test_two_turn_sample_equals_the_chat_templates_rendering_and_only_answers_ar
     first = 1 + ends_itself
     assert sample.version_spans == ((3, first), (4, 2)), "a version for each token that the policy wrote"
     assert sample.env_metrics == {"turns": 2}
+
+
+def test_messages_are_tokenised_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch):
+    threads, encode = [], ChatTemplate.encode
+
+    def noted(self, text):
+        threads.append(threading.current_thread().name)
+        return encode(self, text)
+
+    monkeypatch.setattr(ChatTemplate, "encode", noted)
+    play(Script(chatml_tokenizer(), "5", "7"), prompt("guess_number"))
+    assert len(threads) > 1 and {*threads} == {WORKER_NAME}
 
 
 def test_next_turn_continues_from_exactly_the_tokens_that_were_sampled():
