@@ -138,7 +138,7 @@ class FakeRank(Actor):
         self.moves: list[str] = []
         self.opened: dict[str, dict[str, FakeEngine]] = {}
         """Purpose -> the engines of its sender."""
-        self.num_sends = 0
+        self.num_sends, self.sent = 0, 1
 
     @property
     def engines(self) -> dict[str, FakeEngine]:
@@ -171,7 +171,8 @@ class FakeRank(Actor):
         for name, engine in self.opened[purpose].items():
             if isinstance(engine.call.remote("update_weights", {}).future().exception(), RayActorError):
                 raise WeightSyncError(f"{name} died while it took in the weights")
-        return SendReport(8, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, {"w": 1})
+        report = SendReport(8, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, {"w": self.sent})
+        return report if self.opened[purpose] else report.short()
 
 
 async def ended(replica: EngineReplica) -> None:

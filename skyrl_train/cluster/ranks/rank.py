@@ -39,6 +39,8 @@ class Rank:
     def __init__(self) -> None:
         self._senders: dict[str, WeightSender] = {}
         """By the purpose of the engines that they send to."""
+        self._posting: set[str] = set()
+        """Purposes of the senders that post the messages, for themselves and others that send the same."""
         self._worker: Any = None
         self._listening: socket.socket | None = None
 
@@ -94,6 +96,7 @@ class Rank:
         from skyrl_train.weight_sync.channels.channel import SendingEnd
 
         self.close(purpose)
+        (self._posting.add if engines else self._posting.discard)(purpose)
         timeout_s = settings.weight_sync_timeout_s
 
         def post(message: ControlMessage) -> PostedCalls:
@@ -146,7 +149,8 @@ class Rank:
         return self._worker.specs_of_every_stage(dtype)
 
     def send_weights(self, purpose: str, settings: GeneratorConfig) -> SendReport | None:
-        """Export weights, in which every rank takes part; a sender sends them and reports.
+        """Export weights, in which every rank takes part; a sender sends them and reports, in short if another one that
+        sends the same posts the messages.
 
         The export runs to its end even if sending fails: the other ranks of the stage wait for this one in it.
         """
@@ -157,8 +161,10 @@ class Rank:
         tensors = self._worker.export(dtype) if own else self._worker.export_to_every_stage(dtype)
         specs = self._specs(settings)
         try:
-            sender = self._senders.get(purpose)
-            return None if sender is None else sender.send(specs, tensors)
+            if (sender := self._senders.get(purpose)) is None:
+                return None
+            report = sender.send(specs, tensors)
+            return report if purpose in self._posting else report.short()
         finally:
             for _ in tensors:
                 pass

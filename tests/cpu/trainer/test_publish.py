@@ -303,6 +303,22 @@ def test_ranks_without_an_engine_on_their_gpus_open_no_sender(monkeypatch: pytes
     asyncio.run(asyncio.wait_for(main(), 5))
 
 
+def test_ranks_that_send_something_else_than_the_first_are_noticed(monkeypatch: pytest.MonkeyPatch):
+    """Workers compare with the first rank's digests. The other ranks send the driver one number for all of theirs."""
+
+    async def main() -> None:
+        ranks = [FakeRank(number) for number in range(2)]
+        policy = await policy_group(monkeypatch, *ranks)
+        settings = replace(SYNC, weight_sync_backend="cuda_ipc")
+        sync = WeightSync(policy, engine_pool(monkeypatch, FakeEngine(), ranks_each=2), settings)
+        await sync.publish(())
+        ranks[1].sent = 2
+        with pytest.raises(AssertionError, match="ranks sent different weights"):
+            await sync.publish(())
+
+    asyncio.run(asyncio.wait_for(main(), 5))
+
+
 def test_a_broken_sync_says_so_before_its_ranks_have_let_go(monkeypatch: pytest.MonkeyPatch):
     """A rank that waits for somebody cannot close its sender before the deadline of that wait."""
 
