@@ -75,8 +75,6 @@ class EngineSettings:
     """Sequences of max_model_len that the KV cache needs to hold, if no key sets its size; None for no limit."""
     lora: LoraConfig | None = None
     """If set, the weight sync sends adapters, and every request uses the policy's adapter."""
-    lora_seed: int = 0
-    """Seed of the adapter before the first sync, which changes nothing."""
     custom_modules: tuple[str, ...] = ()
     trust_remote_code: bool = False
     """Keys of the same name below `trainer`; the modules are imported before the engine is built."""
@@ -143,7 +141,7 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
     if generator.kv_cache_memory_gb is not None:
         arguments["kv_cache_memory_bytes"] = int(generator.kv_cache_memory_gb * 2**30)
     if settings.lora is not None:
-        arguments |= lora_arguments(settings.model_path, settings.lora, settings.lora_seed)
+        arguments |= lora_arguments(settings.model_path, settings.lora)
     if not generator.recompute_kv_cache and not settings.enable_sleep_mode:  # which discards the cache
         arguments["additional_config"] = {**arguments.get("additional_config", {}), OWN_KV_CACHE: True}
     if settings.tensor_parallel_size > 1:
@@ -206,7 +204,7 @@ def room_to_answer(prompt_length: int, max_model_len: int) -> int:
     return max_model_len - prompt_length
 
 
-def lora_arguments(model_path: str, lora: LoraConfig, seed: int) -> dict[str, Any]:
+def lora_arguments(model_path: str, lora: LoraConfig) -> dict[str, Any]:
     """One slot in each adapted layer and no other: vLLM (0.32) cannot score prompts if the output head has a slot.
     Raises: ValueError for ranks or modules that vLLM has no slots for, or targets that match nothing.
     """
@@ -223,7 +221,7 @@ def lora_arguments(model_path: str, lora: LoraConfig, seed: int) -> dict[str, An
         "max_cpu_loras": 1,
         "max_lora_rank": min(rank for rank in SLOT_RANKS if rank >= lora.rank),
         # Read by the workers, in adapter_slots.py.
-        "additional_config": {ADAPTER: {"lora": asdict(lora), "seed": seed}},
+        "additional_config": {ADAPTER: asdict(lora)},
     }
 
 

@@ -115,7 +115,7 @@ def slot_problem(rank: int, modules: Iterable[str] = ()) -> str | None:
 def initial_factors(module: str, shape: tuple[int, int], lora: LoraConfig, seed: int) -> tuple[Tensor, Tensor]:
     """Initial A [r, in] and B [out, r] (zeros), float32 on the CPU.
 
-    They depend on the module's name and the seed alone, so they are equal in every layout and in the engine.
+    They depend on the module's name and the seed alone, so they are equal in every layout.
     """
     out_size, in_size = shape
     generator = torch.Generator().manual_seed(
@@ -132,10 +132,13 @@ def initial_factors(module: str, shape: tuple[int, int], lora: LoraConfig, seed:
     return a, torch.zeros(out_size, lora.rank, dtype=torch.float32)
 
 
-def identity_adapter(folder: str, lora: LoraConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """(PEFT's name, tensor) of the initial adapter, which does not change the model; on the CPU."""
-    for module, shape in targets(linear_shapes(folder), lora).items():
-        yield from zip(tensor_names(module), initial_factors(module, shape, lora, seed), strict=True)
+def identity_adapter(folder: str, lora: LoraConfig) -> Iterator[tuple[str, Tensor]]:
+    """(PEFT's name, tensor) of an adapter that does not change the model, float32 on the CPU. A, of which one number is
+    in memory, takes the mean of its input; B is zero.
+    """
+    for module, (out_size, in_size) in targets(linear_shapes(folder), lora).items():
+        factors = torch.tensor(1 / in_size).expand(lora.rank, in_size), torch.zeros(out_size, lora.rank)
+        yield from zip(tensor_names(module), factors, strict=True)
 
 
 def peft_config(folder: str, base_model: str, lora: LoraConfig) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def write_adapter(folder: Path, model: Path, **changes: Any) -> SyncedLoraConfig
     generator = torch.Generator().manual_seed(3)
     tensors = {
         name: 0.1 * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in adapter.identity_adapter(str(model), lora, seed=0)
+        for name, tensor in adapter.identity_adapter(str(model), lora)
     }
     adapter.save(folder, tensors, str(model), str(model), lora)
     return replace(lora, path=str(folder))

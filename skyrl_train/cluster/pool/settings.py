@@ -39,7 +39,6 @@ def all_engine_settings(
             enable_sleep_mode=sharing.takes_turns,
             cached_sequences=sharing.cached_sequences,
             lora=lora_arguments(lora) if lora.rank > 0 and lora.sync == "adapter" else None,
-            lora_seed=trainer.seed,
             custom_modules=trainer.custom_modules,
             trust_remote_code=trainer.trust_remote_code,
         )

@@ -125,7 +125,7 @@ def refused(world: World, tensors: dict[str, torch.Tensor]) -> str:
 
 
 def first_of(world: World) -> dict[str, torch.Tensor]:
-    return dict(identity_adapter(str(world.model), lora_config(), seed=0))
+    return dict(identity_adapter(str(world.model), lora_config()))
 
 
 def test_an_adapter_that_is_not_whole_or_not_of_this_model_is_refused(world: World):

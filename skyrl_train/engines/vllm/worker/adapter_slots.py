@@ -60,12 +60,11 @@ class AdapterUpdate:
 
 def first_adapter(vllm_config: Any) -> dict[str, Tensor]:
     """PEFT's name -> tensor of an adapter that changes nothing."""
-    values = vllm_config.additional_config[ADAPTER]
-    return dict(identity_adapter(vllm_config.model_config.model, _lora_of(vllm_config), values["seed"]))
+    return dict(identity_adapter(vllm_config.model_config.model, _lora_of(vllm_config)))
 
 
 def _lora_of(vllm_config: Any) -> LoraConfig:
-    values = vllm_config.additional_config[ADAPTER]["lora"]
+    values = vllm_config.additional_config[ADAPTER]
     names = {name: None if values[name] is None else tuple(values[name]) for name in MODULES}
     return LoraConfig(**{field.name: (values | names)[field.name] for field in fields(LoraConfig)})
 
