@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -25,8 +27,12 @@ from skyrl_train.hf.checkpoint import INDEX, SUMS
 from skyrl_train.hf.hub import local_folder, name_and_revision
 from skyrl_train.megatron.lora.adapters import Lora
 from skyrl_train.megatron.model.model import Model
-from skyrl_train.megatron.weights.export import Read, export, export_adapter, is_stage_owner, merged
+from skyrl_train.megatron.weights.export import Read, export, export_adapter, export_specs, is_stage_owner, merged
 from skyrl_train.megatron.weights.gather import gather_bytes, gather_json
+from skyrl_train.weight_sync.bucket import plan_buckets
+
+FILE_BYTES = 5 * 10**9
+"""The most bytes of a file of weights, as of Hugging Face's; a larger tensor has its own."""
 
 
 @contextlib.contextmanager
@@ -111,32 +117,35 @@ def save_model(model: Model, source: str, folder: str) -> None:
 
 
 def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: tensor.detach()) -> dict[str, FileSum]:
-    """Write a Hugging Face checkpoint: one safetensors file per pipeline stage, the index, configuration and tokenizer.
+    """Write a Hugging Face checkpoint: safetensors files of at most 5 GB, the index, configuration and tokenizer.
 
-    A collective over all ranks. The weights are read back and compared with the tensors, bit by bit.
+    A collective over all ranks. Those of a stage that share its owner's node write its files side by side. The weights
+    are read back and compared with the tensors, bit by bit.
 
     Returns: on every rank, size and digest of each file of weights.
     Raises: ValueError on every rank if one cannot write, usually before anything is exported; no rank is left waiting.
     """
-    target, owner = Path(folder), is_stage_owner()
-    write_together(target, lambda: _require_writable(target) if owner else None)
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    file = f"model-{parallel_state.get_pipeline_model_parallel_rank() + 1:05d}-of-{stages:05d}.safetensors"
-    tensors = {}
-    for name, tensor in export(model, model.dtype, read):
-        if owner:
-            tensors[name] = tensor.contiguous().cpu()
-    own: dict[str, FileSum] = {}
+    target = Path(folder)
+    files, own = _files_of_stage(model)
+    write_together(target, lambda: _require_writable(target) if own else None)
+    tensors: dict[str, dict[str, Tensor]] = {file: {} for file in own}
+    for file, (name, tensor) in zip(files, export(model, model.dtype, read), strict=True):
+        if file in own:
+            tensors[file][name] = tensor.contiguous().cpu()
+    sums: dict[str, FileSum] = {}
 
     def write_weights() -> None:
-        if owner:
-            safetensors.torch.save_file(tensors, target / file, metadata={"format": "pt"})
-            own[file] = sum_of(target / file, durable=True)
-            require_tensors(target / file, tensors)
+        for file, held in tensors.items():
+            safetensors.torch.save_file(held, target / file, metadata={"format": "pt"})
+            sums[file] = sum_of(target / file, durable=True)
+            require_tensors(target / file, held)
 
     write_together(target, write_weights)
-    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-    written = [part for part in gather_json([file, asdict(own[file]), sizes] if owner else None) if part]
+    mine = [
+        (file, asdict(sums[file]), {name: tensor.nbytes for name, tensor in held.items()})
+        for file, held in tensors.items()
+    ]
+    written = sorted(part for parts in gather_json(mine) for part in parts)
 
     def write_the_rest() -> None:
         if dist.get_rank() != 0:
@@ -151,6 +160,23 @@ def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: 
 
     write_together(target, write_the_rest)
     return {file: FileSum(**file_sum) for file, file_sum, _ in written}
+
+
+def _files_of_stage(model: Model) -> tuple[list[str], list[str]]:
+    """The file of each tensor that `export` yields on this stage, and the files that this rank writes, which are known
+    before an export. A collective over all ranks.
+    """
+    plan = plan_buckets(export_specs(model, model.dtype), FILE_BYTES)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    places = gather_json([stage, len(plan), is_stage_owner(), socket.gethostname()])
+    num_files = {each: number for each, number, *_ in places}
+    first, total = sum(num_files[each] for each in range(stage)), sum(num_files.values())
+    names = [f"model-{first + number:05d}-of-{total:05d}.safetensors" for number in range(1, len(plan) + 1)]
+    hosts = {rank: host for rank, (each, _, _, host) in enumerate(places) if each == stage}
+    owner = next(rank for rank in hosts if places[rank][2])
+    writers = [owner, *(rank for rank in hosts if hosts[rank] == hosts[owner] and rank != owner)]
+    own = [name for name, rank in zip(names, itertools.cycle(writers), strict=False) if rank == dist.get_rank()]
+    return [name for name, specs in zip(names, plan, strict=True) for _ in specs], own
 
 
 def write_config(source: Path, target: Path, dtype: torch.dtype) -> None:

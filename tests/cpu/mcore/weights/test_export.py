@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import tokenizers
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from skyrl_train.config.policy import MegatronConfig
@@ -103,6 +104,38 @@ def test_every_weight_leaves_once_as_it_came(family: str, processes: int, sizes:
     index = json.loads((tmp_path / "saved/model.safetensors.index.json").read_text())
     assert sorted(index["weight_map"]) == sorted(source)
     assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in source.values())
+
+
+def _save_in_files(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, str]) -> list[str]:
+    """The files that this rank wrote."""
+    path, megatron, target = arguments
+    join(rendezvous, megatron, seed=1)
+    model = build_model(path, megatron, torch.float32, trainable=False)
+    written, save_module.FILE_BYTES = [], 100_000
+    save = safetensors.torch.save_file
+
+    def noted(tensors: dict[str, Tensor], file: Path, **options: Any) -> None:
+        written.append(file.name)
+        save(tensors, file, **options)
+
+    safetensors.torch.save_file = noted
+    save_hf(model, path, target)
+    return written
+
+
+def test_ranks_of_a_node_write_files_of_limited_size_side_by_side(tmp_path: Path):
+    path = write_family("qwen3_moe", tmp_path / "source")
+    arguments = str(path), layout(4, {"ep": 2, "pp": 2}).megatron, str(tmp_path / "saved")
+    written = run_on_ranks(_save_in_files, arguments, 4, timeout_s=120)
+    source, saved = tensors_of(path), tensors_of(tmp_path / "saved")
+    assert saved.keys() == source.keys() and all(torch.equal(saved[name], source[name]) for name in source)
+    files = sorted((tmp_path / "saved").glob("*.safetensors"))
+    assert sorted(name for each in written for name in each) == [file.name for file in files]
+    assert len(files) > 4 and all(each for each in written) and max(len(each) for each in written) < len(files) / 2
+    sizes = [sum(tensor.nbytes for tensor in load_file(file).values()) for file in files]
+    assert all(size <= 100_000 or len(load_file(file)) == 1 for size, file in zip(sizes, files, strict=True))
+    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    assert [file.name for file in files] == names
 
 
 def _gather_with_failures(rendezvous: Rendezvous, arguments: tuple[MegatronConfig, int]) -> list[tuple[list[str], str]]:
