@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
@@ -91,6 +92,7 @@ class ChatTemplate:
             )
         self.tokenizer, self._limit = tokenizer, limit
         self._kwargs = dict(kwargs)
+        self._rendering_prompt = threading.Lock()
         self._cached_prompt = lru_cache(_CACHED_RENDERINGS)(self._render_prompt)
         self._cached_reply = lru_cache(_CACHED_RENDERINGS)(self._render_reply)
         self._cached_of_row = lru_cache(_CACHED_ROWS)(self._of_row)
@@ -118,7 +120,8 @@ class ChatTemplate:
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """[L] token ids of the prompt, with the generation header. Raises: ValueError if the template rejects it."""
-        return list(self._cached_prompt(_key(messages)))
+        with self._rendering_prompt:  # the samples of a prompt begin together
+            return list(self._cached_prompt(_key(messages)))
 
     def num_tokens(self, texts: Sequence[str]) -> list[int]:
         """Number of tokens of each rendered text, tokenised together (faster, not cached)."""

@@ -150,9 +150,8 @@ class MegatronPolicy(TrainedModel):
         lora = self.model.lora
         if lora is not None and lora.is_sent_alone:
             return checked_adapters(lora, dtype)
-        read = merged(lora)
         sums = self._live_sums()
-        return sums.checked(export(self.model, dtype, read, sums.tasks), dtype, read)
+        return sums.checked(export(self.model, dtype, merged(lora), sums.tasks), dtype, merged(lora))
 
     @functools.cache  # noqa: B019  as below
     def _live_sums(self) -> LiveSums:

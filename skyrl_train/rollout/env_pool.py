@@ -51,6 +51,7 @@ class _Worker(threading.Thread):
                 call.error = error
             self.current = None
             self._report(call)
+            del call  # it may hold an environment and long samples
 
 
 class EnvPool:

@@ -59,7 +59,7 @@ class Sampler:
     async def _play(
         self, prompt: Prompt, episode: Episode, sampling_params: SamplingParams, engines: Engines
     ) -> list[Sample]:
-        # What is proportional to a conversation's length runs on the environment's thread, not on the event loop.
+        # Messages are tokenised, and samples are built, on the environment's thread, not on the event loop.
         dialogue = self._dialogue(engines.chat)
 
         def begin() -> None:
@@ -97,6 +97,7 @@ class Sampler:
 
 
 def _render(episode: Episode, read: Callable[[], None]) -> None:
+    episode.call = "the chat template"
     try:
         read()
     except ValueError as error:

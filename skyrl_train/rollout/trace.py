@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from skyrl_train.types import Generation, Message, Sample, VersionSpans
@@ -83,7 +84,7 @@ class Trace:
         """Convert to a sample; its version is 0 if nothing was written."""
         if self.turns == 0:
             self._append_unanswered()
-        rewards = torch.zeros(len(self.token_ids), dtype=torch.float64)
+        rewards = np.zeros(len(self.token_ids))  # torch would start threads for each thread that has a long sample
         for token, reward in self._rewards.items():
             rewards[token] = reward
         return Sample(
@@ -91,7 +92,7 @@ class Trace:
             loss_mask=torch.tensor(self.loss_mask, dtype=torch.bool),
             rollout_logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
             prompt_length=self._prompt_length,
-            rewards=rewards,
+            rewards=torch.from_numpy(rewards),
             stop_reason=self.stop_reason,
             turns=self.turns,
             policy_version=min((version for version, _ in self._spans), default=0),

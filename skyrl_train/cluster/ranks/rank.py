@@ -149,8 +149,8 @@ class Rank:
         return self._worker.specs_of_every_stage(dtype)
 
     def send_weights(self, purpose: str, settings: GeneratorConfig) -> SendReport | None:
-        """Export weights, in which every rank takes part; a sender sends them and reports, in short if another one that
-        sends the same posts the messages.
+        """Export weights, in which every rank takes part. A sender sends them and returns its report, in short if
+        another rank posts the messages and sends the same.
 
         The export runs to its end even if sending fails: the other ranks of the stage wait for this one in it.
         """

@@ -46,19 +46,18 @@ def grouped_linear(x: Tensor, weights: Weights, rows: ExpertRows | Sequence[int]
     """
     rows = rows if isinstance(rows, ExpertRows) else ExpertRows(rows)
     rows.check(x)
-    return _GroupedLinear.apply(x, rows, weights, *_connected(weights))
-
-
-def _connected(weights: Weights) -> Sequence[Tensor]:
-    """What autograd is told of: for each tensor it takes microseconds, on a host that the GPU waits for."""
     if isinstance(weights, Tensor):
-        return [weights]
-    return weights[:1] if hasattr(weights[0], "main_grad") or not weights[0].requires_grad else weights
+        return _GroupedLinear.apply(x, rows, None, weights)
+    # Each tensor that autograd records costs microseconds of host time, for which the GPU waits.
+    has_one_gradient = hasattr(weights[0], "main_grad") or not weights[0].requires_grad
+    return _GroupedLinear.apply(x, rows, weights, *weights[: 1 if has_one_gradient else len(weights)])
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: ExpertRows, weights: Weights, *connected: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: ExpertRows, separate: Sequence[Tensor] | None, *connected: Tensor) -> Tensor:
+        """Args: separate: the weights, of which some are connected; None if they are the one connected tensor."""
+        weights = connected[0] if separate is None else separate
         ctx.save_for_backward(x)
         # Not with save_for_backward, which would check the version of each weight.
         ctx.rows, ctx.weights = rows, weights

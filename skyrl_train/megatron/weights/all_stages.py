@@ -82,31 +82,27 @@ class _Export:
 
 def _broadcast(named_tensors: NamedTensors, stages: Sequence[Specs], group: dist.ProcessGroup) -> NamedTensors:
     own, export = dist.get_rank(group), _Export(named_tensors)
+    packs = [num_bytes(together) for together in plan_buckets(stages[own], TOGETHER_BYTES) if len(together) > 1]
+    buffer = torch.empty(max(packs, default=0), dtype=torch.uint8, device=device())
     for number, (source, specs) in enumerate(zip(dist.get_process_group_ranks(group), stages, strict=True)):
         for together in plan_buckets(specs, TOGETHER_BYTES):
-            if number != own:
-                data = _empty(together)
+            if number == own:
+                tensors = export.next(together)
+                dist.broadcast(_packed(together, tensors, buffer), source, group=group)
+                yield from zip((spec.name for spec in together), tensors, strict=False)
+            else:
+                size = together[0].num_bytes if len(together) == 1 else num_bytes(together)
+                data = torch.empty(size, dtype=torch.uint8, device=device())
                 dist.broadcast(data, source, group=group)
                 yield from unpack(Bucket(together, data))
-                continue
-            tensors = export.next(together)
-            dist.broadcast(_packed(together, tensors), source, group=group)
-            yield from zip((spec.name for spec in together), tensors, strict=False)
         if number == own:
             export.end()
     export.raise_error()
 
 
-def _empty(specs: tuple[TensorSpec, ...]) -> Tensor:
-    """[number of bytes] uint8"""
-    size = specs[0].num_bytes if len(specs) == 1 else num_bytes(specs)
-    return torch.empty(size, dtype=torch.uint8, device=device())
-
-
-def _packed(specs: tuple[TensorSpec, ...], tensors: Sequence[Tensor]) -> Tensor:
+def _packed(specs: tuple[TensorSpec, ...], tensors: Sequence[Tensor], buffer: Tensor) -> Tensor:
     """The bytes of the tensors, zeros if some are missing. A single tensor, which may be large, is not copied."""
-    if len(tensors) < len(specs):
-        return _empty(specs).zero_()
     if len(specs) == 1:
-        return tensors[0].contiguous().view(-1).view(torch.uint8)
-    return fill(specs, tensors, _empty(specs)).data
+        found = tensors[0] if tensors else torch.zeros(specs[0].shape, dtype=specs[0].dtype, device=device())
+        return found.contiguous().view(-1).view(torch.uint8)
+    return fill(specs, tensors, buffer).data if len(tensors) == len(specs) else buffer[: num_bytes(specs)].zero_()

@@ -22,8 +22,8 @@ from skyrl_train.megatron.weights.gather import gather_parts, join_parts, shard_
 from skyrl_train.weight_sync.bucket import TensorSpec
 
 Read = Callable[[torch.nn.Parameter | Tensor], Tensor]
-MERGED_BYTES = 256 << 20
-"""Float32 bytes of the weights into which adapters are merged together, at most, but one weight at least."""
+MERGED_BYTES = 64 << 20
+"""The most float32 bytes of weights that are merged with adapters together; a larger weight is merged alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def merged(lora: Lora | None) -> Read:
         weights = base_weights(layer)
         places |= {id(weight): (adapter, weights, index) for index, weight in enumerate(weights)}
     last: dict[int, Tensor] = {}
-    """Merged weights of the experts beside the last one: one by one, those of a large model take seconds."""
+    """Merged weights of the block that was read last. Merging experts one by one takes seconds for a large model."""
 
     def read(tensor: Tensor) -> Tensor:
         if id(tensor) not in places:

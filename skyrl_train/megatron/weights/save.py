@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import shutil
-import socket
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -32,7 +31,7 @@ from skyrl_train.megatron.weights.gather import gather_bytes, gather_json
 from skyrl_train.weight_sync.bucket import plan_buckets
 
 FILE_BYTES = 5 * 10**9
-"""The most bytes of a file of weights, as of Hugging Face's; a larger tensor has its own."""
+"""The most bytes of tensors in one file; a larger tensor has its own."""
 
 
 @contextlib.contextmanager
@@ -119,14 +118,16 @@ def save_model(model: Model, source: str, folder: str) -> None:
 def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: tensor.detach()) -> dict[str, FileSum]:
     """Write a Hugging Face checkpoint: safetensors files of at most 5 GB, the index, configuration and tokenizer.
 
-    A collective over all ranks. Those of a stage that share its owner's node write its files side by side. The weights
+    A collective over all ranks. Those of a stage that see its owner's folder write its files side by side. The weights
     are read back and compared with the tensors, bit by bit.
 
     Returns: on every rank, size and digest of each file of weights.
     Raises: ValueError on every rank if one cannot write, usually before anything is exported; no rank is left waiting.
     """
-    target = Path(folder)
-    files, own = _files_of_stage(model)
+    target, owner = Path(folder), is_stage_owner()
+    marker = target / f".stage-{parallel_state.get_pipeline_model_parallel_rank()}"
+    write_together(target, lambda: _make_writable(target, marker) if owner else None)
+    files, own = _files_of_stage(model, can_write=marker.exists())
     write_together(target, lambda: _require_writable(target) if own else None)
     tensors: dict[str, dict[str, Tensor]] = {file: {} for file in own}
     for file, (name, tensor) in zip(files, export(model, model.dtype, read), strict=True):
@@ -135,6 +136,8 @@ def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: 
     sums: dict[str, FileSum] = {}
 
     def write_weights() -> None:
+        if owner:
+            marker.unlink()
         for file, held in tensors.items():
             safetensors.torch.save_file(held, target / file, metadata={"format": "pt"})
             sums[file] = sum_of(target / file, durable=True)
@@ -162,19 +165,18 @@ def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: 
     return {file: FileSum(**file_sum) for file, file_sum, _ in written}
 
 
-def _files_of_stage(model: Model) -> tuple[list[str], list[str]]:
+def _files_of_stage(model: Model, *, can_write: bool) -> tuple[list[str], list[str]]:
     """The file of each tensor that `export` yields on this stage, and the files that this rank writes, which are known
     before an export. A collective over all ranks.
     """
     plan = plan_buckets(export_specs(model, model.dtype), FILE_BYTES)
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    places = gather_json([stage, len(plan), is_stage_owner(), socket.gethostname()])
+    places = gather_json([stage, len(plan), is_stage_owner(), can_write])
     num_files = {each: number for each, number, *_ in places}
     first, total = sum(num_files[each] for each in range(stage)), sum(num_files.values())
     names = [f"model-{first + number:05d}-of-{total:05d}.safetensors" for number in range(1, len(plan) + 1)]
-    hosts = {rank: host for rank, (each, _, _, host) in enumerate(places) if each == stage}
-    owner = next(rank for rank in hosts if places[rank][2])
-    writers = [owner, *(rank for rank in hosts if hosts[rank] == hosts[owner] and rank != owner)]
+    ranks = (rank for rank, (each, _, _, writes) in enumerate(places) if each == stage and writes)
+    writers = sorted(ranks, key=lambda rank: not places[rank][2])  # the owner first
     own = [name for name, rank in zip(names, itertools.cycle(writers), strict=False) if rank == dist.get_rank()]
     return [name for name, specs in zip(names, plan, strict=True) for _ in specs], own
 
@@ -244,6 +246,11 @@ def require_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
     same_form = (a.dtype, a.shape) == (b.dtype, b.shape)
     return same_form and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def _make_writable(folder: Path, marker: Path) -> None:
+    _require_writable(folder)
+    marker.touch()
 
 
 def _require_writable(folder: Path) -> None:

@@ -106,9 +106,12 @@ def test_every_weight_leaves_once_as_it_came(family: str, processes: int, sizes:
     assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in source.values())
 
 
-def _save_in_files(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, str]) -> list[str]:
-    """The files that this rank wrote."""
-    path, megatron, target = arguments
+def _save_in_files(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, str, int | None]) -> list[str]:
+    """The files that this rank wrote. Arguments: the last is a rank that sees another folder of the same name."""
+    path, megatron, target, elsewhere = arguments
+    if rendezvous.rank == elsewhere:
+        exists = Path.exists
+        Path.exists = lambda file, **options: ".stage" not in file.name and exists(file, **options)
     join(rendezvous, megatron, seed=1)
     model = build_model(path, megatron, torch.float32, trainable=False)
     written, save_module.FILE_BYTES = [], 100_000
@@ -123,15 +126,17 @@ def _save_in_files(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig,
     return written
 
 
-def test_ranks_of_a_node_write_files_of_limited_size_side_by_side(tmp_path: Path):
+@pytest.mark.parametrize("elsewhere", [None, 3])
+def test_ranks_that_see_the_folder_write_files_of_limited_size_side_by_side(elsewhere: int | None, tmp_path: Path):
     path = write_family("qwen3_moe", tmp_path / "source")
-    arguments = str(path), layout(4, {"ep": 2, "pp": 2}).megatron, str(tmp_path / "saved")
+    arguments = str(path), layout(4, {"ep": 2, "pp": 2}).megatron, str(tmp_path / "saved"), elsewhere
     written = run_on_ranks(_save_in_files, arguments, 4, timeout_s=120)
     source, saved = tensors_of(path), tensors_of(tmp_path / "saved")
     assert saved.keys() == source.keys() and all(torch.equal(saved[name], source[name]) for name in source)
     files = sorted((tmp_path / "saved").glob("*.safetensors"))
     assert sorted(name for each in written for name in each) == [file.name for file in files]
-    assert len(files) > 4 and all(each for each in written) and max(len(each) for each in written) < len(files) / 2
+    assert len(files) > 4 and [bool(each) for each in written] == [rank != elsewhere for rank in range(4)]
+    assert {file.name for file in (tmp_path / "saved").iterdir() if file.name.startswith(".")} == set()
     sizes = [sum(tensor.nbytes for tensor in load_file(file).values()) for file in files]
     assert all(size <= 100_000 or len(load_file(file)) == 1 for size, file in zip(sizes, files, strict=True))
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]

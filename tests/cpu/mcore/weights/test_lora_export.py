@@ -12,7 +12,7 @@ import transformers
 
 from skyrl_train.config.policy import LoraConfig, MegatronConfig
 from skyrl_train.hf import adapter
-from skyrl_train.megatron.lora.adapters import Adapter
+from skyrl_train.megatron.lora.adapters import Adapter, base_weights
 from skyrl_train.megatron.model.model import build_model
 from skyrl_train.megatron.model.parallel import join
 from skyrl_train.megatron.optimizer.optimizer import build_optimizer
@@ -135,33 +135,38 @@ def test_chosen_modules_are_adapted_and_no_others(tmp_path: Path):
     assert changed == attention | mlp
 
 
-def _merges(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, LoraConfig]) -> tuple[int, int, bool]:
-    """Merges of an export with experts together and one by one, and whether the weights are the same."""
+def _merges(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, LoraConfig]) -> tuple[list[int], bool]:
+    """Merges of an export with experts together, by three and one by one, and whether the weights are the same."""
     path, megatron, lora = arguments
     join(rendezvous, megatron, seed=1)
     model = build_model(path, megatron, torch.float32, trainable=True, lora=lora, seed=5)
-    counts, deltas = [0], Adapter.deltas
+    counts, exports, deltas = list[int](), list[dict[str, torch.Tensor]](), Adapter.deltas
+    assert model.lora is not None
+    of_experts = (base_weights(layer) for layer, adapter in model.lora.adapters if adapter.site.is_expert)
+    largest = max(weight.numel() for held in of_experts for weight in held)
 
     def counted(self: Adapter, first: int, num: int) -> torch.Tensor:
         counts[-1] += 1
         return deltas(self, first, num)
 
     Adapter.deltas = counted  # type: ignore[method-assign]
-    together = dict(export(model, torch.float32, merged(model.lora)))
-    counts.append(0)
-    weights.MERGED_BYTES = 1
-    one_by_one = dict(export(model, torch.float32, merged(model.lora)))
-    return counts[0], counts[1], all(torch.equal(together[name], one_by_one[name]) for name in one_by_one)
+    for num_bytes in (weights.MERGED_BYTES, 3 * 4 * largest, 1):
+        weights.MERGED_BYTES = num_bytes
+        counts.append(0)
+        exports.append(dict(export(model, torch.float32, merged(model.lora))))
+    together, by_three, one_by_one = exports
+    others = (by_three, one_by_one)
+    return counts, all(torch.equal(whole, other[name]) for name, whole in together.items() for other in others)
 
 
 def test_weights_of_experts_are_merged_together(tmp_path: Path):
     path = write_family("qwen3_moe", tmp_path / "base")
     lora = write_adapter(tmp_path / "given", path)
     megatron = layout(1, {}).megatron
-    (result,) = run_on_ranks(_merges, (str(path), megatron, lora), 1, timeout_s=120)
+    ((counts, are_same),) = run_on_ranks(_merges, (str(path), megatron, lora), 1, timeout_s=120)
     config = transformers.AutoConfig.from_pretrained(path)
     layers, experts = config.num_hidden_layers, config.num_experts
-    assert result == (layers * (2 + 2), layers * (2 + 2 * experts), True)
+    assert are_same and counts[0] == layers * (2 + 2) < counts[1] < counts[2] == layers * (2 + 2 * experts)
 
 
 def _save_where_it_cannot(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, LoraConfig, str]) -> list[str]:
