@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -127,7 +128,8 @@ def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: 
     target, owner = Path(folder), is_stage_owner()
     marker = target / f".stage-{parallel_state.get_pipeline_model_parallel_rank()}"
     write_together(target, lambda: _make_writable(target, marker) if owner else None)
-    files, own = _files_of_stage(model, can_write=marker.exists())
+    # os.path: a folder that this rank may not look into is no error.
+    files, own = _files_of_stage(model, can_write=os.path.exists(marker))
     write_together(target, lambda: _require_writable(target) if own else None)
     tensors: dict[str, dict[str, Tensor]] = {file: {} for file in own}
     for file, (name, tensor) in zip(files, export(model, model.dtype, read), strict=True):

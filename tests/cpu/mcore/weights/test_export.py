@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from itertools import product
@@ -110,8 +111,8 @@ def _save_in_files(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig,
     """The files that this rank wrote. Arguments: the last is a rank that sees another folder of the same name."""
     path, megatron, target, elsewhere = arguments
     if rendezvous.rank == elsewhere:
-        exists = Path.exists
-        Path.exists = lambda file, **options: ".stage" not in file.name and exists(file, **options)
+        exists = os.path.exists
+        os.path.exists = lambda file: ".stage" not in str(file) and exists(file)
     join(rendezvous, megatron, seed=1)
     model = build_model(path, megatron, torch.float32, trainable=False)
     written, save_module.FILE_BYTES = [], 100_000
