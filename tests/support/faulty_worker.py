@@ -8,6 +8,8 @@ from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
 from skyrl_train.engines.vllm.worker.transfer import SyncExtension
 
+SET_LORA = BaseLinearLayerWithLoRA.set_lora
+
 
 class FaultySlots(SyncExtension):
     def skyrl_lose_slots(self) -> None:
@@ -19,13 +21,12 @@ class FaultySlots(SyncExtension):
 
     def skyrl_spoil_slots(self) -> None:
         """From now on every slot of a plain layer has B's first number wrong."""
-        self._honest = set_lora = BaseLinearLayerWithLoRA.set_lora
 
         def wrong(layer: Any, index: int, lora_a: Any, lora_b: Any) -> None:
-            set_lora(layer, index, lora_a, lora_b)
+            SET_LORA(layer, index, lora_a, lora_b)
             layer.lora_b_stacked[0][index, 0, 0, 0] += 1
 
         BaseLinearLayerWithLoRA.set_lora = wrong
 
     def skyrl_repair_slots(self) -> None:
-        BaseLinearLayerWithLoRA.set_lora = self._honest
+        BaseLinearLayerWithLoRA.set_lora = SET_LORA
