@@ -28,7 +28,7 @@ from skyrl_train.hf.hub import local_folder, name_and_revision
 from skyrl_train.megatron.lora.adapters import Lora
 from skyrl_train.megatron.model.model import Model
 from skyrl_train.megatron.weights.export import Read, export, export_adapter, export_specs, is_stage_owner, merged
-from skyrl_train.megatron.weights.gather import gather_bytes, gather_json
+from skyrl_train.megatron.weights.gather import gather_json
 from skyrl_train.weight_sync.bucket import plan_buckets
 
 FILE_BYTES = 5 * 10**9
@@ -215,24 +215,29 @@ def save_adapter(lora: Lora, folder: str, base_folder: str, base_model: str) -> 
     Args: base_folder: the base model; base_model: its name in the configuration.
     Raises: ValueError on every rank if it cannot be written; no rank is left waiting.
     """
-    target, owner = Path(folder), is_stage_owner()
-    writes = owner and parallel_state.get_pipeline_model_parallel_rank() == 0
+    target, owner, stage = Path(folder), is_stage_owner(), parallel_state.get_pipeline_model_parallel_rank()
+    writes = owner and stage == 0
+    parts = [target / f".stage-{n}.safetensors" for n in range(parallel_state.get_pipeline_model_parallel_world_size())]
     write_together(target, lambda: _require_writable(target) if writes else None)
     tensors = {
         name: tensor.cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in export_adapter(lora)
         if owner
     }
-    stages: list[bytes] = []
-    if owner:
-        stages = gather_bytes(safetensors.torch.save(tensors), parallel_state.get_pipeline_model_parallel_group())
+
+    def write_part() -> None:
+        if owner and not writes:
+            safetensors.torch.save_file(tensors, parts[stage])
 
     def write() -> None:
         if writes:
-            whole = {name: tensor for stage in stages for name, tensor in safetensors.torch.load(stage).items()}
-            adapter.save(folder, whole, base_folder, base_model, lora.config)
-            require_tensors(target / adapter.TENSORS_FILE, whole)
+            for part in parts[1:]:
+                tensors.update(safetensors.torch.load_file(part))
+                part.unlink()
+            adapter.save(folder, tensors, base_folder, base_model, lora.config)
+            require_tensors(target / adapter.TENSORS_FILE, tensors)
 
+    write_together(target, write_part)
     write_together(target, write)
 
 
