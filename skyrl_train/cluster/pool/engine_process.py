@@ -86,6 +86,10 @@ class EngineProcess:
         pids = tuple((process.pid, process.create_time()) for process in (this, *this.children(recursive=True)))
         return StartedEngine(facts, ray.get_runtime_context().get_node_id(), pids)
 
+    async def shutdown(self) -> None:
+        if self._engine is not None:  # else it could not be built, and its log shall end with the reason
+            await self._engine.shutdown()
+
     async def begin_weight_update(self) -> None:
         self._refusal = None
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from skyrl_train.cluster.pool.engine_process import kill_processes
+from skyrl_train.cluster.pool.engine_process import EngineProcess, kill_processes
 
 HOLD_A_SEMAPHORE = """
 import multiprocessing, time
@@ -35,3 +36,7 @@ def test_named_semaphores_are_removed_with_the_processes_that_held_them(monkeypa
         kill_processes(tuple((one.pid, one.create_time()) for one in held))
         assert not file.exists()
     assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in held)
+
+
+def test_an_engine_that_could_not_be_built_is_shut_down_without_another_error(tmp_path: Path):
+    asyncio.run(EngineProcess(str(tmp_path / "log")).shutdown())
