@@ -151,6 +151,7 @@ class MegatronPolicy(TrainedModel):
         if lora is not None and lora.is_sent_alone:
             return checked_adapters(lora, dtype)
         sums = self._live_sums()
+        # Merged once more for the check, which would otherwise compare what is exported with itself.
         return sums.checked(export(self.model, dtype, merged(lora), sums.tasks), dtype, merged(lora))
 
     @functools.cache  # noqa: B019  as below

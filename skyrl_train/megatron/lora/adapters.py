@@ -193,7 +193,8 @@ class Adapter(torch.nn.Module):
 
     def deltas(self, first: int, num: int) -> Tensor:
         """[num, out, in] float32: the adapter's changes of this rank's parts of the weights of `num` local experts from
-        expert `first` on (of the layer's weight)."""
+        expert `first` on (elsewhere of the layer's one weight).
+        """
         b, a = self.lora_B[first : first + num].detach(), self.lora_A[first : first + num].detach()
         return (self._padded(b).float() @ a.flatten(1, 2).float()).mul_(self.scale)
 

@@ -212,6 +212,8 @@ def copy_others(source: Path, target: Path) -> None:
 
 def save_adapter(lora: Lora, folder: str, base_folder: str, base_model: str) -> None:
     """Write one adapter of all stages in PEFT's format into `folder`. A collective over all ranks.
+
+    The first stage's owner reads the other stages' adapters from files that their owners leave in the folder.
     Args: base_folder: the base model; base_model: its name in the configuration.
     Raises: ValueError on every rank if it cannot be written; no rank is left waiting.
     """
