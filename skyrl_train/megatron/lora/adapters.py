@@ -191,12 +191,15 @@ class Adapter(torch.nn.Module):
         """[..., out, r] -> [..., out, P * r]: each row padded with zeros, to multiply its own A only."""
         return (b[..., None, :] * self.select[:, :, None]).flatten(-2)
 
-    def deltas(self, first: int, num: int) -> Tensor:
-        """[num, out, in] float32: the adapter's changes of this rank's parts of the weights of `num` local experts from
-        expert `first` on (elsewhere of the layer's one weight).
+    def merged(self, weights: Sequence[Tensor], first: int) -> Tensor:
+        """[n, out, in]: this rank's parts of the weights of n local experts from expert `first` on (elsewhere of the
+        layer's one weight) with the adapter's changes, added in float32 and rounded once.
         """
-        b, a = self.lora_B[first : first + num].detach(), self.lora_A[first : first + num].detach()
-        return (self._padded(b).float() @ a.flatten(1, 2).float()).mul_(self.scale)
+        own = slice(first, first + len(weights))
+        b, a = self.lora_B[own].detach(), self.lora_A[own].detach()
+        changes = self._padded(b).float() @ a.flatten(1, 2).float()
+        stacked = torch.stack([weight.detach() for weight in weights])
+        return torch.add(stacked, changes, alpha=self.scale, out=stacked)
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:
         """Yield (module, shape of A, shape of B) in the order of `factors`; no collective."""

@@ -22,7 +22,7 @@ from skyrl_train.megatron.weights.gather import gather_parts, join_parts, shard_
 from skyrl_train.weight_sync.bucket import TensorSpec
 
 Read = Callable[[torch.nn.Parameter | Tensor], Tensor]
-MERGED_BYTES = 64 << 20
+MERGED_BYTES = 128 << 20
 """The most float32 bytes of weights that are merged with adapters together; a larger weight is merged alone."""
 
 
@@ -190,11 +190,9 @@ def merged(lora: Lora | None) -> Read:
             last.clear()
             adapter, weights, index = places[id(tensor)]
             num = max(1, MERGED_BYTES // (4 * tensor.numel()))
-            some = weights[index // num * num :][:num]
-            values = adapter.deltas(index // num * num, len(some))
-            for value, weight in zip(values, some, strict=True):
-                value += weight.detach()
-            last.update(zip(map(id, some), values.to(tensor.dtype), strict=True))
+            first = index // num * num
+            some = weights[first:][:num]
+            last.update(zip(map(id, some), adapter.merged(some, first), strict=True))
         return last[id(tensor)]
 
     return read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,16 +141,16 @@ def _merges(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, LoraCo
     path, megatron, lora = arguments
     join(rendezvous, megatron, seed=1)
     model = build_model(path, megatron, torch.float32, trainable=True, lora=lora, seed=5)
-    counts, exports, deltas = list[int](), list[dict[str, torch.Tensor]](), Adapter.deltas
+    counts, exports, merge = list[int](), list[dict[str, torch.Tensor]](), Adapter.merged
     assert model.lora is not None
     of_experts = (base_weights(layer) for layer, adapter in model.lora.adapters if adapter.site.is_expert)
     largest = max(weight.numel() for held in of_experts for weight in held)
 
-    def counted(self: Adapter, first: int, num: int) -> torch.Tensor:
+    def counted(self: Adapter, some: Sequence[torch.Tensor], first: int) -> torch.Tensor:
         counts[-1] += 1
-        return deltas(self, first, num)
+        return merge(self, some, first)
 
-    Adapter.deltas = counted  # type: ignore[method-assign]
+    Adapter.merged = counted  # type: ignore[method-assign]
     for num_bytes in (weights.MERGED_BYTES, 3 * 4 * largest, 1):
         weights.MERGED_BYTES = num_bytes
         counts.append(0)
