@@ -30,6 +30,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     for name in ("tp", "pp", "cp", "ep"):
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--vpp", type=int, help="model chunks per pipeline rank")
+    parser.add_argument("--lora", type=int, default=0, help="rank of adapters that are trained instead of the weights")
     parser.add_argument("--impl", choices=("auto", "torch", "transformer_engine"), default="auto")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), help="default: what a run chooses")
     parser.add_argument("--recompute-modules", help="of --recompute selective, with commas between")
@@ -56,6 +57,7 @@ def overrides_of(args: argparse.Namespace) -> list[str]:
     ]
     return [
         f"trainer.placement.policy_num_gpus_per_node={args.gpus}",
+        f"trainer.policy.model.lora.rank={args.lora}",
         f"{megatron}.transformer_impl={args.impl}",
         f"{megatron}.tensor_model_parallel_size={args.tp}",
         f"{megatron}.pipeline_model_parallel_size={args.pp}",
@@ -113,10 +115,12 @@ def update_job(folder: Path, args: argparse.Namespace) -> Job:
     from benchmarks.lib.update_ranks import Job
 
     megatron, max_tokens = layout(args)
+    policy = load_config([f"trainer.policy.model.lora.rank={args.lora}"]).trainer.policy
     return Job(
         model_path=str(folder),
         megatron=megatron,
-        optimizer=replace(load_config().trainer.policy.optimizer_config, lr=1e-6),
+        optimizer=replace(policy.optimizer_config, lr=1e-6),
+        lora=policy.model.lora,
         num_samples=args.samples,
         sample_tokens=args.sample_tokens,
         spread=args.spread,

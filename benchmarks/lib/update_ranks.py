@@ -20,7 +20,7 @@ from benchmarks.lib.update_parts import measure_parts
 from skyrl_train.algorithms.losses.ppo import regular
 from skyrl_train.algorithms.objective import Bound, Objective, Term
 from skyrl_train.batching.split import split
-from skyrl_train.config.policy import MegatronConfig, OptimizerConfig
+from skyrl_train.config.policy import LoraConfig, MegatronConfig, OptimizerConfig
 from skyrl_train.device import device, peak_flops, synchronize
 from skyrl_train.megatron.passes.pipeline import between_stages
 from skyrl_train.megatron.passes.step import head_of
@@ -40,6 +40,7 @@ class Job:
     model_path: str
     megatron: MegatronConfig
     optimizer: OptimizerConfig
+    lora: LoraConfig
     num_samples: int
     sample_tokens: int
     """Tokens of a sample; with `spread`, of the longest."""
@@ -87,6 +88,7 @@ def build(rendezvous: Rendezvous, job: Job) -> tuple[MegatronPolicy, TrainBatch]
         bf16=job.bf16,
         seed=1,
         num_optimizer_steps=1000,
+        lora=job.lora,
     )
     stages = job.megatron.pipeline_model_parallel_size
     layout = Layout(job.megatron, rendezvous.world_size, job.max_tokens, min_micro_batches=stages)

@@ -191,6 +191,11 @@ def num_sent(model: list[Layer], lora: LoraConfig) -> int:
     return sum(lora.rank * sum(shape) for shape in _chosen(tuple(model), lora).values())
 
 
+def num_sent_tensors(model: list[Layer], lora: LoraConfig) -> int:
+    """Number of A and B that are sent."""
+    return 2 * len(_chosen(tuple(model), lora))
+
+
 @functools.lru_cache(maxsize=4)
 def _chosen(model: tuple[Layer, ...], lora: LoraConfig) -> dict[str, tuple[int, int]]:
     """Chosen modules with the shapes of their weights."""

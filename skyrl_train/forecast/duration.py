@@ -11,15 +11,18 @@ from transformers import PretrainedConfig
 
 from skyrl_train.config.policy import Layout
 from skyrl_train.device.kinds import DeviceKind
+from skyrl_train.forecast.adapters import AdaptedLayer
 from skyrl_train.forecast.engines import cache_bytes_per_token, weight_bytes
 from skyrl_train.forecast.layout import Stage, without_recomputation
 from skyrl_train.forecast.memory import host_moment_bytes
-from skyrl_train.forecast.readings import Generation, Sync, Utilisation, at_size
+from skyrl_train.forecast.readings import Generation, Launches, Sync, Utilisation, at_size
 from skyrl_train.hf.flops import model_cost
 from skyrl_train.hf.matrices import num_experts
 
 FORWARD = 1 / 3
 """Fraction of a forward and backward pass."""
+LAUNCHES = "launches, few tokens per micro-batch"
+"""The limit of passes in which the device waits for the host."""
 HOST_GB_PER_S = 45.0
 """Copies of a rank to or from pinned host memory (docs/readings/gpu_performance.md, "Memory": 44 to 50)."""
 
@@ -67,6 +70,7 @@ class Training:
     workload: Workload
     device: DeviceKind
     utilisation: Utilisation
+    launches: Launches
 
     @property
     def flops(self) -> float:
@@ -80,7 +84,7 @@ def update(given: Training) -> PhaseTime:
     flops, workload = given.flops, given.workload
     if all(stage.trained.total < stage.parameters.total for stage in given.stages):  # no gradients of frozen weights
         flops -= 2 * model_cost(given.config).matrix_weights * workload.tokens
-    made = _passes("update", flops * workload.epochs, given)
+    made = _passes("update", flops * workload.epochs, given, workload.epochs)
     moments = max(host_moment_bytes(stage.trained, given.layout) for stage in given.stages)
     steps = given.mini_batches * workload.epochs
     return replace(made, seconds=made.seconds + steps * moments / (HOST_GB_PER_S * 1e9))
@@ -88,12 +92,15 @@ def update(given: Training) -> PhaseTime:
 
 def scoring(name: str, given: Training) -> PhaseTime:
     """A forward pass over the samples of a step: once in all epochs, and nothing is recomputed."""
-    return _passes(name, given.flops * FORWARD, replace(given, layout=without_recomputation(given.layout)))
+    return _passes(name, given.flops * FORWARD, replace(given, layout=without_recomputation(given.layout)), FORWARD)
 
 
-def _passes(phase: str, flops: float, given: Training) -> PhaseTime:
+def _passes(phase: str, flops: float, given: Training, count: float) -> PhaseTime:
+    """Args: count: how often all samples are passed forward and backward."""
     layout, stages, utilisation = given.layout, given.stages, given.utilisation
     base = utilisation.experts if num_experts(given.config) else utilisation.of_hidden(given.config.hidden_size)
+    if any(isinstance(layer, AdaptedLayer) and layer.is_sparse for stage in stages for layer in stage.layers):
+        base *= utilisation.adapted_experts
     base *= at_size(utilisation.tensor, layout.tp) * at_size(utilisation.context, layout.cp)
     base *= at_size(utilisation.expert, layout.ep)
     filled = given.micro_batches / (given.micro_batches + (layout.pp - 1) / layout.vpp)
@@ -103,7 +110,22 @@ def _passes(phase: str, flops: float, given: Training) -> PhaseTime:
     mfu = base * filled * mean / slowest
     seconds = flops / (layout.num_ranks * given.device.tflops * 1e12 * mfu)
     bound = "arithmetic" if filled * balance > 0.85 else "pipeline bubble"
+    launched = max(_launch_s(layout, stage, given.launches) for stage in stages)
+    host_s = count * given.mini_batches * given.micro_batches * launched / filled
+    if host_s > seconds:
+        bound, mfu, seconds = LAUNCHES, mfu * seconds / host_s, host_s
     return PhaseTime(phase, seconds, f"{bound}, {mfu:.0%} MFU")
+
+
+def _launch_s(layout: Layout, stage: Stage, launches: Launches) -> float:
+    """Host time of a micro-batch, forward and backward."""
+    times = [
+        (launches.experts_s if layer.is_sparse else launches.layer_s)
+        + (launches.adapters_s if isinstance(layer, AdaptedLayer) and layer.sites else 0.0)
+        for layer in stage.layers
+    ]
+    again = sum(layout.megatron.num_recomputed(len(chunk)) for chunk in stage.chunks)
+    return sum(times) * (1 + FORWARD * again / len(times))
 
 
 def _with_recomputation(layout: Layout, stage: Stage, utilisation: Utilisation) -> float:
@@ -191,7 +213,9 @@ def served(
     return PhaseTime(name, flops / (gpus * device.tflops * 1e12 * readings.arithmetic), "arithmetic")
 
 
-def sync(num_bytes: float, readings: Sync) -> PhaseTime:
-    """A weight sync; pipeline stages send one after another."""
-    seconds = num_bytes / (readings.gb_per_s * 1e9) + readings.fixed_s
-    return PhaseTime("weight sync", seconds, f"sending {num_bytes / 1e9:.1f} GB")
+def sync(num_bytes: float, num_tensors: int, readings: Sync, *, is_merged: bool) -> PhaseTime:
+    """A weight sync; pipeline stages send one after another. Args: is_merged: adapters are folded into what is sent."""
+    sending, launches = num_bytes / (readings.gb_per_s * 1e9), num_tensors * readings.tensor_s
+    merging = num_bytes / (readings.merged_gb_per_s * 1e9) if is_merged else 0.0
+    bound = f"sending {num_bytes / 1e9:.1f} GB" if sending > launches else f"launches for {num_tensors:,} tensors"
+    return PhaseTime("weight sync", max(sending, launches) + merging + readings.fixed_s, bound)

@@ -17,7 +17,7 @@ from skyrl_train.config.training import RunConfig
 from skyrl_train.device.kinds import DeviceKind
 from skyrl_train.engines.settings import NUM_BYTES
 from skyrl_train.forecast import duration, memory
-from skyrl_train.forecast.adapters import num_sent
+from skyrl_train.forecast.adapters import num_sent, num_sent_tensors
 from skyrl_train.forecast.duration import PhaseTime, Training, Workload
 from skyrl_train.forecast.engines import EngineMemory, engine_memory, teacher_memory
 from skyrl_train.forecast.layout import stages
@@ -25,7 +25,7 @@ from skyrl_train.forecast.memory import ModelOfRanks, Pass
 from skyrl_train.forecast.parts import ENGINE, GIB, PhaseMemory
 from skyrl_train.forecast.readings import readings
 from skyrl_train.forecast.sharing import left_at_start, taking_turns, together
-from skyrl_train.hf.matrices import layers, num_parameters
+from skyrl_train.hf.matrices import layers, num_parameters, num_tensors
 
 MANY_SAMPLES = 1_000_000
 """With which every micro-batch is full."""
@@ -124,7 +124,7 @@ def forecast(inputs: Inputs) -> Forecast:
     phases = [_trainer_phase("update", "policy", policy, largest, inputs.capacity)]
     per_node = min(layout.num_ranks, trainer.placement.policy_num_gpus_per_node)  # of each model, if devices are shared
     host, moments = _offloaded_bytes(policy) * per_node, _host_moment_bytes(policy) * per_node
-    args = inputs.workload, inputs.device.in_dtype(policy.width), constants.utilisation
+    args = inputs.workload, inputs.device.in_dtype(policy.width), constants.utilisation, constants.launches
     mini_batches = trainer.train_batch_size // mini_batch
     training = Training(inputs.model, layout, policy.stages, mean.micro_batches, mini_batches, *args)
     times = [duration.update(training)]
@@ -155,8 +155,7 @@ def forecast(inputs: Inputs) -> Forecast:
         engine = engine_memory(config, inputs.model, inputs.capacity, left, constants.memory)
         phases.insert(0, PhaseMemory("generation", ENGINE, engine.parts))
         times.insert(0, _generation_time(inputs, config, engine))
-        sent = _sent_parameters(config, inputs.model) * NUM_BYTES[config.generator.model_dtype]
-        times.append(duration.sync(sent, constants.sync))
+        times.append(_sync_time(config, inputs.model))
         if config.trainer.placement.takes_turns:
             phases = taking_turns(phases, policy, left)
         elif shared:
@@ -242,10 +241,13 @@ def _passes_of_policy(trainer: TrainerConfig) -> list[str]:
     return [*found, *(teacher.name for teacher in trainer.base_teachers)]
 
 
-def _sent_parameters(config: Config, model: PretrainedConfig) -> int:
-    """Parameters of a weight sync."""
-    lora = config.trainer.policy.model.lora
-    return num_parameters(model) if lora.rank == 0 or lora.sync == "merged" else num_sent(layers(model), lora)
+def _sync_time(config: Config, model: PretrainedConfig) -> PhaseTime:
+    lora, constants = config.trainer.policy.model.lora, readings().sync
+    width, is_merged = NUM_BYTES[config.generator.model_dtype], lora.rank > 0 and lora.sync == "merged"
+    if lora.rank == 0 or is_merged:
+        return duration.sync(num_parameters(model) * width, num_tensors(model), constants, is_merged=is_merged)
+    sent = num_sent(layers(model), lora), num_sent_tensors(layers(model), lora)
+    return duration.sync(sent[0] * width, sent[1], constants, is_merged=False)
 
 
 def _generation_time(inputs: Inputs, config: Config, engine: EngineMemory) -> PhaseTime:

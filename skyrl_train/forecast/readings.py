@@ -30,6 +30,8 @@ class Utilisation:
 
     dense: tuple[tuple[int, float], ...]
     experts: float
+    adapted_experts: float
+    """Fraction of `experts` that is reached if only adapters of them are trained."""
     tensor: Mapping[int, float]
     context: Mapping[int, float]
     expert: Mapping[int, float]
@@ -42,6 +44,16 @@ class Utilisation:
             if low <= hidden <= high:
                 return first + (second - first) * (hidden - low) / (high - low)
         return points[0][1] if hidden < points[0][0] else points[-1][1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launches:
+    """Host time of a layer for one micro-batch, forward and backward."""
+
+    layer_s: float
+    experts_s: float
+    adapters_s: float
+    """The adapters of a layer take this in addition."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +71,9 @@ class Sync:
     """Speed of a weight sync."""
 
     gb_per_s: float
+    tensor_s: float
+    """Time of the host for a tensor, while others travel."""
+    merged_gb_per_s: float
     fixed_s: float
 
 
@@ -66,6 +81,7 @@ class Sync:
 class AllReadings:
     memory: Readings
     utilisation: Utilisation
+    launches: Launches
     generation: Generation
     sync: Sync
 
@@ -83,6 +99,7 @@ def readings() -> AllReadings:
     return AllReadings(
         Readings(**table["memory"]),
         Utilisation(**utilisation),
+        Launches(**table["launches"]),
         Generation(**table["generation"]),
         Sync(**table["sync"]),
     )

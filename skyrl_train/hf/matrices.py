@@ -85,6 +85,11 @@ def num_parameters(config: PretrainedConfig) -> int:
     return sum(layer.parameters for layer in layers(config)) + embeddings + config.hidden_size
 
 
+def num_tensors(config: PretrainedConfig) -> int:
+    """Matrices of all layers, as checkpoints have them; embeddings and vectors do not count."""
+    return sum(matrix.count for layer in layers(config) for matrix in layer.matrices)
+
+
 def is_tied(config: PretrainedConfig) -> bool:
     """Whether the output layer is the embedding."""
     return bool(getattr(config, "tie_word_embeddings", False))

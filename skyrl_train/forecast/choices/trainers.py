@@ -15,6 +15,7 @@ from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.config.training import RunConfig
 from skyrl_train.device.nvml import gib
 from skyrl_train.forecast.choices.choice import Choice
+from skyrl_train.forecast.duration import LAUNCHES, PhaseTime
 from skyrl_train.forecast.forecast import Forecast, Inputs, forecast
 from skyrl_train.forecast.parts import ENGINE, PhaseMemory
 from skyrl_train.hf.matrices import layers
@@ -23,6 +24,8 @@ MICRO_BATCHES = (32_768, 16_384, 8_192, 4_096)
 """Tokens of a micro-batch that are tried, for each context-parallel rank. Twice the largest makes an update of a small
 model 3 % faster (docs/readings/gpu_performance.md), for as much memory again.
 """
+MUCH_FASTER = 0.8
+"""Fraction of the update's time for which more is recomputed than memory requires: estimates have errors."""
 ENGINE_PHASES = ("generation", "weight sync")
 
 
@@ -47,9 +50,13 @@ class _Option:
         return self.needed <= self.made.capacity
 
     @property
+    def update(self) -> PhaseTime:
+        return next(time for time in self.made.times if time.phase == "update")
+
+    @property
     def seconds(self) -> float:
         """Estimated time of the update."""
-        return next(time.seconds for time in self.made.times if time.phase == "update")
+        return self.update.seconds
 
     def __str__(self) -> str:
         megatron = self.config.trainer.policy.megatron_config
@@ -64,17 +71,25 @@ def _is_of_engines(phase: PhaseMemory) -> bool:
 
 
 def trainer_choice(inputs: Inputs) -> tuple[_Option, Choice]:
-    """The least recomputation that fits for sure; with it the fastest micro-batch, of equally fast ones the largest."""
+    """The least recomputation that fits for sure, unless more of it, with larger micro-batches, is much faster; with it
+    the fastest micro-batch, of equally fast ones the largest.
+    """
     tried, fitting = list[_Option](), list[_Option]()
     for megatron in _levels(inputs):
         options = [_option(inputs, megatron, tokens) for tokens in _sizes(inputs, megatron)]
         tried += options
-        if fitting := [option for option in options if option.fits]:
-            break
+        if fits := [option for option in options if option.fits]:
+            fastest = min(fits, key=lambda option: (option.seconds, -option.tokens))
+            fitting.append(_fewest_layers(inputs, fastest))
+            if not fastest.update.bound.startswith(LAUNCHES):
+                break
     if fitting:
-        taken = _fewest_layers(inputs, min(fitting, key=lambda option: (option.seconds, -option.tokens)))
+        fastest = min(fitting, key=lambda option: option.seconds)
+        taken = next(option for option in fitting if option.seconds * MUCH_FASTER <= fastest.seconds)
         reason = f"{taken} needs {gib(taken.needed)} of {gib(taken.made.capacity)} GiB, errors included"
-        if not tried[0].fits:
+        if taken is not fitting[0]:
+            reason += f", and takes {taken.seconds:.1f} s, {fitting[0]} {fitting[0].seconds:.1f}"
+        elif not tried[0].fits:
             reason += f", and {tried[0]} {gib(tried[0].needed)}"
     else:
         taken = min(tried, key=lambda option: option.needed)
