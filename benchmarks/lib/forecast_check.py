@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.lib.memory_watch import OutsideTorch
-from benchmarks.lib.policy_job import GIB, layout, title
+from benchmarks.lib.policy_job import GIB, layout, lora_of, title
 from skyrl_train.config.policy import Layout
 from skyrl_train.forecast import memory
 from skyrl_train.forecast.layout import stages
@@ -83,7 +83,7 @@ def compare(ranks: Sequence[Measured], args: argparse.Namespace, console: Consol
     implementation = "torch" if ranks[0].torch_layers else "transformer_engine"
     laid = Layout(replace(layout(args)[0], transformer_impl=implementation), args.gpus)
     config, width = model_config(args.shape, args.layers), 4 if args.float32 else 2
-    model = ModelOfRanks(config, laid, width, stages(config, laid))
+    model = ModelOfRanks(config, laid, width, stages(config, laid, lora_of(args)))
     rows, is_within = [], True
     table = Table("stage", "", "forecast GiB", "measured GiB", "difference", title=title(args, "forecast of memory"))
     for rank in sorted({each.stage: each for each in ranks}.values(), key=lambda each: each.stage):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.lib.random_model import SHAPES, model_config, write_checkpoint
 from skyrl_train.config import load_config
-from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.config.policy import LoraConfig, MegatronConfig
 from skyrl_train.config.training import RunConfig
 from skyrl_train.device.kinds import this_device
 from skyrl_train.forecast.choices.chosen import chosen
@@ -110,17 +110,21 @@ def make_model(folder: Path, args: argparse.Namespace, timeout_s: float = 600.0)
             run_on_ranks(_write_model, (str(folder), args.shape, args.layers), 1, timeout_s=timeout_s)
 
 
+def lora_of(args: argparse.Namespace) -> LoraConfig:
+    """The adapters of --lora; of rank 0, none."""
+    return load_config([f"trainer.policy.model.lora.rank={args.lora}"]).trainer.policy.model.lora
+
+
 def update_job(folder: Path, args: argparse.Namespace) -> Job:
     """What add_model() and add_batch() say."""
     from benchmarks.lib.update_ranks import Job
 
     megatron, max_tokens = layout(args)
-    policy = load_config([f"trainer.policy.model.lora.rank={args.lora}"]).trainer.policy
     return Job(
         model_path=str(folder),
         megatron=megatron,
-        optimizer=replace(policy.optimizer_config, lr=1e-6),
-        lora=policy.model.lora,
+        optimizer=replace(load_config().trainer.policy.optimizer_config, lr=1e-6),
+        lora=lora_of(args),
         num_samples=args.samples,
         sample_tokens=args.sample_tokens,
         spread=args.spread,
@@ -132,4 +136,5 @@ def update_job(folder: Path, args: argparse.Namespace) -> Job:
 def title(args: argparse.Namespace, what: str) -> str:
     sizes = [f"{name.upper()}={getattr(args, name)}" for name in ("tp", "pp", "cp", "ep") if getattr(args, name) > 1]
     layers = "" if args.layers is None else f" with {args.layers} layers"
-    return f"{what}, {args.shape}{layers}, {args.gpus} policy rank(s) {' '.join(sizes)}"
+    lora = f", LoRA of rank {args.lora}" if args.lora else ""
+    return f"{what}, {args.shape}{layers}{lora}, {args.gpus} policy rank(s) {' '.join(sizes)}"

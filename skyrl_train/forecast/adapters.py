@@ -60,6 +60,11 @@ class Site:
         inputs = self.first.inputs // (self._shards(layout) if self.is_row else 1)
         return self._num_local(layout) * self.rank * (self.num_adapted * inputs + self._rows(layout))
 
+    def weights(self, layout: Layout) -> int:
+        """Weights of a rank that the adapters change."""
+        inputs = self.first.inputs // (self._shards(layout) if self.is_row else 1)
+        return self._num_local(layout) * inputs * self._rows(layout)
+
     def padded(self, layout: Layout) -> int:
         """Elements of B with zeros for the A of other modules, with which the adapter multiplies."""
         return self._num_local(layout) * self._rows(layout) * self.num_adapted * self.rank

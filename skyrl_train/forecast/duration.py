@@ -11,18 +11,16 @@ from transformers import PretrainedConfig
 
 from skyrl_train.config.policy import Layout
 from skyrl_train.device.kinds import DeviceKind
-from skyrl_train.forecast.adapters import AdaptedLayer
+from skyrl_train.forecast.adapters import AdaptedLayer, Site
 from skyrl_train.forecast.engines import cache_bytes_per_token, weight_bytes
 from skyrl_train.forecast.layout import Stage, without_recomputation
 from skyrl_train.forecast.memory import host_moment_bytes
 from skyrl_train.forecast.readings import Generation, Launches, Sync, Utilisation, at_size
 from skyrl_train.hf.flops import model_cost
-from skyrl_train.hf.matrices import num_experts
+from skyrl_train.hf.matrices import Layer, num_experts
 
 FORWARD = 1 / 3
 """Fraction of a forward and backward pass."""
-LAUNCHES = "launches, few tokens per micro-batch"
-"""The limit of passes in which the device waits for the host."""
 HOST_GB_PER_S = 45.0
 """Copies of a rank to or from pinned host memory (docs/readings/gpu_performance.md, "Memory": 44 to 50)."""
 
@@ -55,6 +53,8 @@ class PhaseTime:
     seconds: float
     bound: str
     """The limit that binds."""
+    device_s: float = 0.0
+    """Time of a trainer's device in it, which is less if it waits for the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +82,13 @@ class Training:
 def update(given: Training) -> PhaseTime:
     """The update of a step."""
     flops, workload = given.flops, given.workload
-    if all(stage.trained.total < stage.parameters.total for stage in given.stages):  # no gradients of frozen weights
+    if all(_is_frozen(stage) for stage in given.stages):  # no gradients of frozen weights
         flops -= 2 * model_cost(given.config).matrix_weights * workload.tokens
     made = _passes("update", flops * workload.epochs, given, workload.epochs)
     moments = max(host_moment_bytes(stage.trained, given.layout) for stage in given.stages)
     steps = given.mini_batches * workload.epochs
-    return replace(made, seconds=made.seconds + steps * moments / (HOST_GB_PER_S * 1e9))
+    moving = steps * moments / (HOST_GB_PER_S * 1e9)
+    return replace(made, seconds=made.seconds + moving, device_s=made.device_s + moving)
 
 
 def scoring(name: str, given: Training) -> PhaseTime:
@@ -99,7 +100,7 @@ def _passes(phase: str, flops: float, given: Training, count: float) -> PhaseTim
     """Args: count: how often all samples are passed forward and backward."""
     layout, stages, utilisation = given.layout, given.stages, given.utilisation
     base = utilisation.experts if num_experts(given.config) else utilisation.of_hidden(given.config.hidden_size)
-    if any(isinstance(layer, AdaptedLayer) and layer.is_sparse for stage in stages for layer in stage.layers):
+    if any(site.is_expert for stage in stages for layer in stage.layers for site in _sites(layer)):
         base *= utilisation.adapted_experts
     base *= at_size(utilisation.tensor, layout.tp) * at_size(utilisation.context, layout.cp)
     base *= at_size(utilisation.expert, layout.ep)
@@ -112,27 +113,36 @@ def _passes(phase: str, flops: float, given: Training, count: float) -> PhaseTim
     bound = "arithmetic" if filled * balance > 0.85 else "pipeline bubble"
     launched = max(_launch_s(layout, stage, given.launches) for stage in stages)
     host_s = count * given.mini_batches * given.micro_batches * launched / filled
-    if host_s > seconds:
-        bound, mfu, seconds = LAUNCHES, mfu * seconds / host_s, host_s
-    return PhaseTime(phase, seconds, f"{bound}, {mfu:.0%} MFU")
+    if host_s <= seconds:
+        return PhaseTime(phase, seconds, f"{bound}, {mfu:.0%} MFU", seconds)
+    mfu *= seconds / host_s
+    return PhaseTime(phase, host_s, f"host launches (few tokens per micro-batch), {mfu:.0%} MFU", seconds)
 
 
 def _launch_s(layout: Layout, stage: Stage, launches: Launches) -> float:
     """Host time of a micro-batch, forward and backward."""
     times = [
-        (launches.experts_s if layer.is_sparse else launches.layer_s)
-        + (launches.adapters_s if isinstance(layer, AdaptedLayer) and layer.sites else 0.0)
+        (launches.experts_s if layer.is_sparse else launches.layer_s) + launches.adapter_s * len(_sites(layer))
         for layer in stage.layers
     ]
     again = sum(layout.megatron.num_recomputed(len(chunk)) for chunk in stage.chunks)
     return sum(times) * (1 + FORWARD * again / len(times))
 
 
+def _sites(layer: Layer) -> tuple[Site, ...]:
+    return layer.sites if isinstance(layer, AdaptedLayer) else ()
+
+
+def _is_frozen(stage: Stage) -> bool:
+    """Whether adapters are trained instead of the weights."""
+    return stage.trained.total < stage.parameters.total
+
+
 def _with_recomputation(layout: Layout, stage: Stage, utilisation: Utilisation) -> float:
-    """Factor of a stage's time."""
+    """Factor of a stage's time. A forward pass is a third of the FLOPs, without gradients of weights a half."""
     again = [layer for chunk in stage.chunks for layer in chunk[: layout.megatron.num_recomputed(len(chunk))]]
     fraction = sum(layer.used_weights for layer in again) / sum(layer.used_weights for layer in stage.layers)
-    return 1 + fraction * (1 / utilisation.recomputed - 1)
+    return 1 + fraction * (1 / utilisation.recomputed - 1) * (1.5 if _is_frozen(stage) else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +223,15 @@ def served(
     return PhaseTime(name, flops / (gpus * device.tflops * 1e12 * readings.arithmetic), "arithmetic")
 
 
-def sync(num_bytes: float, num_tensors: int, readings: Sync, *, is_merged: bool) -> PhaseTime:
-    """A weight sync; pipeline stages send one after another. Args: is_merged: adapters are folded into what is sent."""
-    sending, launches = num_bytes / (readings.gb_per_s * 1e9), num_tensors * readings.tensor_s
-    merging = num_bytes / (readings.merged_gb_per_s * 1e9) if is_merged else 0.0
-    bound = f"sending {num_bytes / 1e9:.1f} GB" if sending > launches else f"launches for {num_tensors:,} tensors"
-    return PhaseTime("weight sync", max(sending, launches) + merging + readings.fixed_s, bound)
+def sync(num_bytes: float, num_tensors: int, merged_bytes: float, readings: Sync) -> PhaseTime:
+    """A weight sync; pipeline stages send one after another. Args: merged_bytes: of a rank of each stage, weights with
+    which adapters are merged before they are sent.
+    """
+    merging = merged_bytes / (readings.merged_gb_per_s * 1e9)
+    parts = {
+        f"sending {num_bytes / 1e9:.1f} GB": num_bytes / (readings.gb_per_s * 1e9),
+        f"host launches for {num_tensors:,} tensors": num_tensors * readings.tensor_s,
+    }
+    limit = max(parts, key=lambda name: parts[name])
+    seconds = parts[limit] + merging + readings.fixed_s
+    return PhaseTime("weight sync", seconds, limit if parts[limit] > merging else "merging adapters")

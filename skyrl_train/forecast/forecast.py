@@ -17,7 +17,7 @@ from skyrl_train.config.training import RunConfig
 from skyrl_train.device.kinds import DeviceKind
 from skyrl_train.engines.settings import NUM_BYTES
 from skyrl_train.forecast import duration, memory
-from skyrl_train.forecast.adapters import num_sent, num_sent_tensors
+from skyrl_train.forecast.adapters import adapted_layers, num_sent, num_sent_tensors
 from skyrl_train.forecast.duration import PhaseTime, Training, Workload
 from skyrl_train.forecast.engines import EngineMemory, engine_memory, teacher_memory
 from skyrl_train.forecast.layout import stages
@@ -130,7 +130,9 @@ def forecast(inputs: Inputs) -> Forecast:
     times = [duration.update(training)]
     if not isinstance(config, Config):
         return Forecast(tuple(phases), moments, tuple(times), inputs.capacity, layout)
-    times += [duration.scoring(name, training) for name in _passes_of_policy(config.trainer)]
+    base = replace(training, stages=stages(inputs.model, layout))  # passes with adapters off
+    for name in _passes_of_policy(config.trainer):
+        times.append(duration.scoring(name, training if name in ("old logprobs", "teacher") else base))
     for other in config.trainer.scoring_models:
         own_layout = Layout(other.megatron_config, other.num_ranks)
         is_critic = other.is_trained
@@ -155,7 +157,7 @@ def forecast(inputs: Inputs) -> Forecast:
         engine = engine_memory(config, inputs.model, inputs.capacity, left, constants.memory)
         phases.insert(0, PhaseMemory("generation", ENGINE, engine.parts))
         times.insert(0, _generation_time(inputs, config, engine))
-        times.append(_sync_time(config, inputs.model))
+        times.append(_sync_time(config, inputs.model, layout))
         if config.trainer.placement.takes_turns:
             phases = taking_turns(phases, policy, left)
         elif shared:
@@ -241,13 +243,14 @@ def _passes_of_policy(trainer: TrainerConfig) -> list[str]:
     return [*found, *(teacher.name for teacher in trainer.base_teachers)]
 
 
-def _sync_time(config: Config, model: PretrainedConfig) -> PhaseTime:
+def _sync_time(config: Config, model: PretrainedConfig, layout: Layout) -> PhaseTime:
     lora, constants = config.trainer.policy.model.lora, readings().sync
-    width, is_merged = NUM_BYTES[config.generator.model_dtype], lora.rank > 0 and lora.sync == "merged"
-    if lora.rank == 0 or is_merged:
-        return duration.sync(num_parameters(model) * width, num_tensors(model), constants, is_merged=is_merged)
-    sent = num_sent(layers(model), lora), num_sent_tensors(layers(model), lora)
-    return duration.sync(sent[0] * width, sent[1], constants, is_merged=False)
+    width, own = NUM_BYTES[config.generator.model_dtype], layers(model)
+    if lora.rank > 0 and lora.sync == "adapter":
+        return duration.sync(num_sent(own, lora) * width, num_sent_tensors(own, lora), 0.0, constants)
+    adapted = adapted_layers(own, lora) if lora.rank > 0 else []
+    merged = sum(site.weights(layout) for layer in adapted for site in layer.sites)
+    return duration.sync(num_parameters(model) * width, num_tensors(model), merged * width, constants)
 
 
 def _generation_time(inputs: Inputs, config: Config, engine: EngineMemory) -> PhaseTime:

@@ -48,12 +48,13 @@ class Utilisation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launches:
-    """Host time of a layer for one micro-batch, forward and backward."""
+    """Host time for one micro-batch, forward and backward."""
 
     layer_s: float
     experts_s: float
-    adapters_s: float
-    """The adapters of a layer take this in addition."""
+    """Time of a layer with experts."""
+    adapter_s: float
+    """Time of the adapters of one of Megatron's linear layers, in addition."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.config.training import RunConfig
 from skyrl_train.device.nvml import gib
 from skyrl_train.forecast.choices.choice import Choice
-from skyrl_train.forecast.duration import LAUNCHES, PhaseTime
+from skyrl_train.forecast.duration import PhaseTime
 from skyrl_train.forecast.forecast import Forecast, Inputs, forecast
 from skyrl_train.forecast.parts import ENGINE, PhaseMemory
 from skyrl_train.hf.matrices import layers
@@ -24,7 +24,7 @@ MICRO_BATCHES = (32_768, 16_384, 8_192, 4_096)
 """Tokens of a micro-batch that are tried, for each context-parallel rank. Twice the largest makes an update of a small
 model 3 % faster (docs/readings/gpu_performance.md), for as much memory again.
 """
-MUCH_FASTER = 0.8
+MUCH_FASTER = 0.6
 """Fraction of the update's time for which more is recomputed than memory requires: estimates have errors."""
 ENGINE_PHASES = ("generation", "weight sync")
 
@@ -35,6 +35,8 @@ class _Option:
 
     config: RunConfig
     made: Forecast
+    longest: int
+    """Tokens of the longest sample."""
 
     @property
     def tokens(self) -> int:
@@ -54,9 +56,14 @@ class _Option:
         return next(time for time in self.made.times if time.phase == "update")
 
     @property
+    def waits_for_host(self) -> bool:
+        return self.update.device_s < self.update.seconds
+
+    @property
     def seconds(self) -> float:
-        """Estimated time of the update."""
-        return self.update.seconds
+        """Estimated time of the update. Samples that are shorter than the longest fill the micro-batches."""
+        filled = self.tokens // self.longest * self.longest / self.tokens
+        return max(self.update.device_s, self.update.seconds * (filled if self.waits_for_host else 1))
 
     def __str__(self) -> str:
         megatron = self.config.trainer.policy.megatron_config
@@ -81,14 +88,15 @@ def trainer_choice(inputs: Inputs) -> tuple[_Option, Choice]:
         if fits := [option for option in options if option.fits]:
             fastest = min(fits, key=lambda option: (option.seconds, -option.tokens))
             fitting.append(_fewest_layers(inputs, fastest))
-            if not fastest.update.bound.startswith(LAUNCHES):
+            if not fastest.waits_for_host:
                 break
     if fitting:
         fastest = min(fitting, key=lambda option: option.seconds)
         taken = next(option for option in fitting if option.seconds * MUCH_FASTER <= fastest.seconds)
         reason = f"{taken} needs {gib(taken.needed)} of {gib(taken.made.capacity)} GiB, errors included"
         if taken is not fitting[0]:
-            reason += f", and takes {taken.seconds:.1f} s, {fitting[0]} {fitting[0].seconds:.1f}"
+            reason += f", and takes an estimated {taken.seconds:.1f} s, where {fitting[0]} would take "
+            reason += f"{fitting[0].seconds:.1f}, because the GPU would wait for the host"
         elif not tried[0].fits:
             reason += f", and {tried[0]} {gib(tried[0].needed)}"
     else:
@@ -171,7 +179,7 @@ def _option(inputs: Inputs, megatron: MegatronConfig, tokens: int) -> _Option:
                 own = _like_the_policy(inputs, megatron, own, inputs.models[other.model.path])
             changed[name] = replace(other, megatron_config=own)
     config = replace(inputs.config, trainer=replace(trainer, **fields, **changed))  # type: ignore[arg-type]
-    return _Option(config, forecast(replace(inputs, config=config)))
+    return _Option(config, forecast(replace(inputs, config=config)), inputs.workload.sample_tokens)
 
 
 def _like_the_policy(

@@ -46,6 +46,20 @@ def test_small_micro_batches_wait_for_the_host():
     assert small > 1.2 * large and smaller == pytest.approx(3 * small, rel=0.01)
 
 
+def test_adapters_cost_time_where_they_are():
+    """Experts without adapters take no more time, and neither do passes with adapters off."""
+    large = ["trainer.max_tokens_per_microbatch=32768", f"{MEGATRON}.recompute_granularity=null"]
+    attention = "trainer.policy.model.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
+    plain, every, some, full = (
+        seconds(*large, *adapters, shape="qwen3-30b-a3b")
+        for adapters in ([], [LORA], [LORA, attention], [LORA, f"{MEGATRON}.recompute_granularity=full"])
+    )
+    assert some["update"] == pytest.approx(0.62 * every["update"])
+    assert every["reference"] == some["reference"] == plain["reference"] == pytest.approx(plain["update"] / 3)
+    assert some["weight sync"] < every["weight sync"], "fewer weights are merged"
+    assert full["update"] == pytest.approx(every["update"] * 1.5, rel=0.01), "a forward pass is half of the FLOPs"
+
+
 def test_half_of_the_layers_take_half_of_the_recomputation():
     """A forward pass is a third of the FLOPs; 14 of 28 layers."""
     full = f"{MEGATRON}.recompute_granularity=full"
@@ -100,9 +114,9 @@ def test_a_weight_sync_takes_as_long_as_on_h200s():
 
 
 def test_a_sync_of_many_tensors_takes_as_long_as_on_h200s():
-    """As measured by `python -m benchmarks.sync --shape qwen3-30b-a3b --layers 12 --pp 2 --colocate`."""
+    """As measured by `python -m benchmarks.sync --shape qwen3-30b-a3b --layers 12 --pp 2 --colocate --syncs 10`."""
     found = next(each for each in made(shape="qwen3-30b-a3b", layers=12).times if each.phase == "weight sync")
-    assert found.seconds == pytest.approx(0.295, rel=0.1) and found.bound == "launches for 4,668 tensors"
+    assert found.seconds == pytest.approx(0.295, rel=0.1) and found.bound == "host launches for 4,668 tensors"
 
 
 def test_a_frozen_model_needs_the_same_memory_if_it_is_to_recompute():
@@ -127,7 +141,7 @@ def test_frozen_weights_get_no_gradients_and_are_not_sent_with_an_adapter():
     assert adapted["weight sync"] > plain["weight sync"], "merging takes time too"
     alone = made(LORA, "trainer.policy.model.lora.sync=adapter").times
     sent = next(each for each in alone if each.phase == "weight sync")
-    assert sent.bound == f"launches for {28 * 7 * 2} tensors"
+    assert sent.bound == f"host launches for {28 * 7 * 2} tensors"
 
 
 @pytest.mark.parametrize(
