@@ -17,7 +17,9 @@ Shards, and reduction of the gradients:
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +38,8 @@ from skyrl_train.megatron.layers.norm import rms_norm
 from skyrl_train.megatron.lora.dropout import OF_EXPERT_TENSOR_RANKS, OF_TENSOR_RANKS, OF_THIS_RANK, drop
 from skyrl_train.megatron.weights.gather import gather_parts, join_parts, shard_group
 
+MAX_THREADS = 8
+"""Threads of a rank that make the initial factors of a layer's experts."""
 Factors = Callable[[str], tuple[Tensor, Tensor]]
 """Hugging Face module -> whole A [r, in] and B [out, r]."""
 
@@ -119,21 +123,23 @@ class Adapter(torch.nn.Module):
         num_parts = len(site.modules[0])
         select = F.one_hot(parts + 1, num_parts + 1)[:, 1:]
         self.register_buffer("select", select.to(weight), persistent=False)
-        pairs = [self._local_factors(modules, factors) for modules in site.local_modules]
+        with ThreadPoolExecutor(MAX_THREADS) as pool:  # of large models, drawing them takes most of the time
+            local = functools.partial(self._local_factors, factors=factors, dtype=weight.dtype)
+            pairs = list(pool.map(local, site.local_modules))
         a, b = (torch.stack(tensors).to(weight) for tensors in zip(*pairs, strict=True))
         self.lora_A = torch.nn.Parameter(a)
         self.lora_B = torch.nn.Parameter(b)
         self._mark_for_megatron(weight)
         layer.register_forward_hook(self._add)
 
-    def _local_factors(self, modules: tuple[str, ...], factors: Factors) -> tuple[Tensor, Tensor]:
+    def _local_factors(self, modules: tuple[str, ...], factors: Factors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """This rank's [P, r, in] and [out, r] of one expert, or of the layer."""
         pairs = [factors(module) for module in modules]
         a = torch.stack([a for a, _ in pairs])
         b = a.new_zeros(len(self.site.part_of_row), a.shape[1])
         for part, (_, rows) in enumerate(pairs):
             b[self.site.part_of_row == part] = rows
-        return self.site.shard(a, 1), self.site.shard(b, 0)
+        return self.site.shard(a, 1).to(dtype), self.site.shard(b, 0).to(dtype)
 
     def _mark_for_megatron(self, weight: Tensor) -> None:
         """Set the attributes that Megatron's gradient reduction and gradient norm read."""
