@@ -190,7 +190,8 @@ def source_problems(key: str, names: Sequence[str]) -> Iterator[str]:
         if DATA_FILE.search(name):
             is_remote = "://" in name or glob.has_magic(name)
             if not is_remote and not Path(name).expanduser().is_file():
-                yield f"data.{key} contains {name}: there is no such file in {Path.cwd()}"
+                where = "" if Path(name).expanduser().is_absolute() else f" in {Path.cwd()}"
+                yield f"data.{key} contains {name}: there is no such file{where}"
         elif not HUB_SPLIT.match(name):
             yield (
                 f"data.{key} contains {name}: it must be a .parquet, .json or .jsonl file, hub_name:split or "

@@ -105,7 +105,7 @@ class Generation(Experiment):
         checkpoint = "" if self.evaluated is None else f" (checkpoint {self.evaluated.folder})"
         n_samples = config.generator.eval_n_samples_per_prompt
         lines = (
-            f"run     {config.trainer.run_name} in {run_dir.path}",
+            f"run     {config.trainer.run_name} in {run_dir}",
             f"model   {config.trainer.policy.model.path}{checkpoint}",
             f"data    {len(self.val_prompts)} prompts x {n_samples} samples of {', '.join(config.data.val_data)}",
         )

@@ -215,7 +215,7 @@ class Run(ABC, Generic[C, P]):
     def _introduce(self, run_dir: RunDir) -> None:
         trainer = self.config.trainer
         layout = Layout(trainer.policy.megatron_config, trainer.placement.num_policy_ranks)
-        lines = {"run": f"{trainer.run_name} in {run_dir.path}"}
+        lines = {"run": f"{trainer.run_name} in {run_dir}"}
         lines |= self.introduction(f"{layout.num_ranks} policy ranks ({layout.sizes})")
         if self.checkpoint is not None:
             lines["resumes"] = f"after step {self.checkpoint.state.global_step}, from {self.checkpoint.folder}"

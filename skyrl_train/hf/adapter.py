@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from skyrl_train.config.policy import LoraConfig
 from skyrl_train.hf.checkpoint import tensor_shapes
 from skyrl_train.hf.fingerprint import fingerprint
+from skyrl_train.hf.tensor_file import save_tensors
 
 ALL_LINEAR = "all-linear"
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -171,7 +171,7 @@ def save(target: str | Path, tensors: Mapping[str, Tensor], folder: str, base_mo
     path = Path(target)
     path.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt", FINGERPRINT: fingerprint(folder)}
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "tensors.tmp", metadata=metadata)
+    save_tensors(path / "tensors.tmp", {name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)
     _order_header(path / "tensors.tmp")
     (path / "config.tmp").write_text(json.dumps(peft_config(folder, base_model, lora), indent=2))
     (path / "tensors.tmp").rename(path / TENSORS_FILE)

@@ -54,6 +54,10 @@ class RunDir:
     earlier: Path | None = None
     """New folder of the earlier run of this name, if there was one."""
 
+    def __str__(self) -> str:
+        moved = "" if self.earlier is None else f"; the earlier run of this name is now in {self.earlier}"
+        return f"{self.path}{moved}"
+
     @property
     def run_id(self) -> str:
         """Unchanged when the run resumes."""

@@ -25,6 +25,7 @@ from skyrl_train.file_sum import FileSum, size_problems, sum_of
 from skyrl_train.hf import adapter
 from skyrl_train.hf.checkpoint import INDEX, SUMS
 from skyrl_train.hf.hub import local_folder, name_and_revision
+from skyrl_train.hf.tensor_file import save_tensors
 from skyrl_train.megatron.lora.adapters import Lora
 from skyrl_train.megatron.model.model import Model
 from skyrl_train.megatron.weights.export import Read, export, export_adapter, export_specs, is_stage_owner, merged
@@ -141,7 +142,7 @@ def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: 
         if owner:
             marker.unlink()
         for file, held in tensors.items():
-            safetensors.torch.save_file(held, target / file, metadata={"format": "pt"})
+            save_tensors(target / file, held, {"format": "pt"})
             sums[file] = sum_of(target / file, durable=True)
             require_tensors(target / file, held)
 

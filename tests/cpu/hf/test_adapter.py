@@ -61,6 +61,7 @@ def test_equal_adapters_are_equal_files(dense: Path, tmp_path: Path):
         adapter.save(tmp_path, tensors, str(dense), "base", lora_config())
         files.add((tmp_path / adapter.TENSORS_FILE).read_bytes())
     assert len(files) == 1
+    assert len({file.stat().st_mode for file in tmp_path.glob("adapter_*")}) == 1, "of safetensors others can read none"
     written = read_adapter(str(tmp_path))
     assert written.keys() == tensors.keys() and all(torch.equal(written[name], tensors[name]) for name in tensors)
 

@@ -67,6 +67,7 @@ def test_new_run_inherits_no_file_of_an_earlier_one(tmp_path: Path):
     run_dir = finished_run(tmp_path / "q", "new")
     assert not (run_dir.path / "metrics.jsonl").exists()
     assert (tmp_path / "q.1" / "metrics.jsonl").read_text() == "{}\n"
+    assert str(run_dir) == f"{tmp_path / 'q'}; the earlier run of this name is now in {tmp_path / 'q.1'}"
 
 
 def test_run_that_was_killed_is_kept_like_any_other(tmp_path: Path):

@@ -135,6 +135,7 @@ def test_ranks_that_see_the_folder_write_files_of_limited_size_side_by_side(else
     source, saved = tensors_of(path), tensors_of(tmp_path / "saved")
     assert saved.keys() == source.keys() and all(torch.equal(saved[name], source[name]) for name in source)
     files = sorted((tmp_path / "saved").glob("*.safetensors"))
+    assert {file.stat().st_mode for file in files} == {(tmp_path / "saved/config.json").stat().st_mode}
     assert sorted(name for each in written for name in each) == [file.name for file in files]
     assert len(files) > 4 and [bool(each) for each in written] == [rank != elsewhere for rank in range(4)]
     assert {file.name for file in (tmp_path / "saved").iterdir() if file.name.startswith(".")} == set()
