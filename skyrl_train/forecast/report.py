@@ -142,7 +142,8 @@ def proposal_table(found: Sequence[Proposal]) -> Table:
 
 def proposal_lines(found: Sequence[Proposal]) -> str:
     """The overrides of each row of the table, a line each, to be copied."""
-    lines = [f"{number}: {' '.join(each.overrides) or 'as given'}" for number, each in enumerate(_shown(found), 1)]
+    none = "nothing to add: a run chooses open keys as above"
+    lines = [f"{number}: {' '.join(each.overrides) or none}" for number, each in enumerate(_shown(found), 1)]
     return "\n".join(["overrides, fastest first:", *lines])
 
 

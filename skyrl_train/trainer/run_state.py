@@ -76,7 +76,7 @@ class Checkpoint:
         if problems := problems_of(self.folder, self.files):
             raise ValueError(f"{self.folder} is damaged: {'; '.join(problems)}")
         seconds = time.perf_counter() - started
-        log.info("%s is intact: %.2f GB verified in %.1f s", self.folder, num_bytes / 1e9, seconds)
+        log.info("%s is intact: %.1f MB verified in %.1f s", self.folder, num_bytes / 1e6, seconds)
 
     @property
     def groups(self) -> bytes:

@@ -36,7 +36,7 @@ def test_the_command_prints_memory_times_and_proposals(tmp_path: Path, capsys: p
         "KV cache",
         "optimizer",
         "weight sync",
-        "overrides, fastest first:\n1: as given\n",
+        "overrides, fastest first:\n1: nothing to add: a run chooses open keys as above\n",
         "max_num_seqs=512, because",
     ):
         assert expected in printed

@@ -307,7 +307,7 @@ def test_the_given_layout_is_compared_and_marked(overrides: list[str]):
     found = proposals(given)
     assert [each.overrides for each in found].count(()) == 1
     assert len({each.overrides for each in found}) == len(found)
-    assert proposal_lines(found).count("as given") == 1
+    assert proposal_lines(found).count("nothing to add") == 1
 
 
 def test_layouts_are_of_the_nodes_that_the_configuration_names():
