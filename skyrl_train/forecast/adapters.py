@@ -57,13 +57,11 @@ class Site:
         """Elements of A and B on a rank. Tensor parallelism shards A's inputs (row parallel) or B's rows (column
         parallel) and replicates the other.
         """
-        inputs = self.first.inputs // (self._shards(layout) if self.is_row else 1)
-        return self._num_local(layout) * self.rank * (self.num_adapted * inputs + self._rows(layout))
+        return self._num_local(layout) * self.rank * (self.num_adapted * self._columns(layout) + self._rows(layout))
 
     def weights(self, layout: Layout) -> int:
         """Weights of a rank that the adapters change."""
-        inputs = self.first.inputs // (self._shards(layout) if self.is_row else 1)
-        return self._num_local(layout) * inputs * self._rows(layout)
+        return self._num_local(layout) * self._columns(layout) * self._rows(layout)
 
     def padded(self, layout: Layout) -> int:
         """Elements of B with zeros for the A of other modules, with which the adapter multiplies."""
@@ -80,6 +78,9 @@ class Site:
         if self.is_row:
             return self._expert_rows(layout) * self.first.inputs / self._shards(layout)
         return (self._expert_rows(layout) if self.is_expert else 1 / layout.sp) * self.first.inputs
+
+    def _columns(self, layout: Layout) -> int:
+        return self.first.inputs // (self._shards(layout) if self.is_row else 1)
 
     def _rows(self, layout: Layout) -> int:
         return self.outputs // (1 if self.is_row else self._shards(layout))
