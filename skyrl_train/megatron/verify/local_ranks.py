@@ -80,6 +80,8 @@ def _failure(folder: Path, rank: int, process: Any) -> str:
 
 
 def _work(function: Callable[[Rendezvous, Any], Any], argument: Any, rendezvous: Rendezvous, folder: str) -> None:
+    # After a fork, torch replaces its thread pool at the first use, which must not be by two threads at once.
+    torch.set_num_threads(torch.get_num_threads())
     try:
         result = function(rendezvous, argument)
         file = _result(folder, rendezvous.rank)
