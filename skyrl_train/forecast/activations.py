@@ -54,11 +54,12 @@ def kept(config: PretrainedConfig, layer: Layer, layout: Layout, width: int) -> 
     if "layernorm" in modules and not (is_adapted and is_torch):  # an adapter keeps these inputs, or nothing does
         # One of a mixture's norms, and with the torch layers those in front of projections.
         again += stream if layer.is_sparse else 2 * stream if is_torch else 0.0
+    held = _held_routing(config, layout, width) if layer.is_sparse else 0.0
     if ("moe" if layer.is_sparse else "mlp") in modules:
-        again, fixed = max(again, mlp + stream), changes[0].fixed
+        again, fixed = max(again, mlp + stream - held), changes[0].fixed
     whole = attention + 2 * stream + mlp
     if layout.megatron.recompute == "full":
-        return Kept(stream, whole - stream + gradients)
+        return Kept(stream + held, whole - stream - held + gradients)
     return Kept(whole - again, again + gradients, fixed)
 
 
@@ -109,6 +110,12 @@ def _mlp(config: PretrainedConfig, layer: Layer, layout: Layout, width: int) -> 
     router = matrices.num_experts(config) * (ROUTER_COPIES * FLOAT32 + 1) / layout.sp
     shared = 3 * matrices.shared_width(config) * width / layout.tp
     return experts + router + shared, rows * (2 * hidden + 3 * inner)
+
+
+def _held_routing(config: PretrainedConfig, layout: Layout, width: int) -> float:
+    """Megatron's dispatcher holds routing weights, map and permutation until the layer's next forward pass."""
+    of_experts, of_rows = matrices.num_experts(config) * (width + 1), 2 * INDEX * config.num_experts_per_tok
+    return (of_experts + of_rows + INDEX) / layout.sp
 
 
 def _keeps_activation(layer: Layer) -> bool:

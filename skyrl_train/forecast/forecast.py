@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PretrainedConfig
@@ -22,7 +22,7 @@ from skyrl_train.forecast.duration import PhaseTime, Training, Workload
 from skyrl_train.forecast.engines import EngineMemory, engine_memory, teacher_memory
 from skyrl_train.forecast.layout import stages
 from skyrl_train.forecast.memory import ModelOfRanks, Pass
-from skyrl_train.forecast.parts import ENGINE, GIB, PhaseMemory
+from skyrl_train.forecast.parts import ENGINE, ESTIMATED, GIB, Part, PhaseMemory
 from skyrl_train.forecast.readings import readings
 from skyrl_train.forecast.sharing import left_at_start, taking_turns, together
 from skyrl_train.hf.matrices import layers, num_parameters, num_tensors
@@ -121,7 +121,8 @@ def forecast(inputs: Inputs) -> Forecast:
     mini_batch = trainer.policy_mini_batch_size if isinstance(trainer, TrainerConfig) else trainer.train_batch_size
     largest = largest_pass(longest, layout, mini_batch)
     mean = largest_pass(inputs, layout, mini_batch)
-    phases = [_trainer_phase("update", "policy", policy, largest, inputs.capacity)]
+    sending = _sending(config)
+    phases = [_trainer_phase("update", "policy", policy, largest, inputs.capacity, sending=sending)]
     per_node = min(layout.num_ranks, trainer.placement.policy_num_gpus_per_node)  # of each model, if devices are shared
     host, moments = _offloaded_bytes(policy) * per_node, _host_moment_bytes(policy) * per_node
     args = inputs.workload, inputs.device.in_dtype(policy.width), constants.utilisation, constants.launches
@@ -195,24 +196,38 @@ def largest_pass(inputs: Inputs, layout: Layout, mini_batch_size: int) -> Pass:
     trainer, longest = inputs.config.trainer, inputs.workload.sample_tokens
     mini_batches = max(1, trainer.train_batch_size // mini_batch_size)
     of_rank = max(1, math.ceil(inputs.workload.samples / mini_batches / layout.dp)) * longest
-    tokens = min(max(trainer.micro_batch_tokens, longest), of_rank)
-    filled = max(1, trainer.micro_batch_tokens // longest) * longest  # whole samples
-    count = max(-(-of_rank // filled), min(layout.pp, of_rank // longest))
-    return Pass(min(tokens, -(-of_rank // count)) if count < 2 else min(tokens, filled), count)
+    tokens = min(max(trainer.micro_batch_tokens, longest), of_rank)  # which samples shorter than the longest fill
+    longest_samples = max(1, trainer.micro_batch_tokens // longest) * longest
+    return Pass(tokens, max(-(-of_rank // longest_samples), min(layout.pp, of_rank // longest)))
 
 
 def _trainer_phase(
-    phase: str, device: str, model: ModelOfRanks, largest: Pass, capacity: float, *, trained: bool = True
+    phase: str,
+    device: str,
+    model: ModelOfRanks,
+    largest: Pass,
+    capacity: float,
+    *,
+    trained: bool = True,
+    sending: Sequence[Part] = (),
 ) -> PhaseMemory:
-    """Memory of the stage that needs the most."""
+    """Memory of the stage that needs the most. Args: sending: what its weight syncs keep."""
     constants = readings().memory
     found = []
     for stage in model.stages:
         parts = memory.update(model, stage, largest) if trained else memory.scoring(model, stage, largest)
         outside = memory.allocator(parts, constants), memory.outside_torch(model.layout, constants)
-        whole = PhaseMemory(phase, device, (*parts, *outside))
+        whole = PhaseMemory(phase, device, (*parts, *outside, *sending))
         found.append(whole.within(memory.room_for_logits(capacity)))
     return max(found, key=lambda memory: memory.likely)
+
+
+def _sending(config: RunConfig) -> tuple[Part, ...]:
+    """What a policy's rank keeps to send weights to engines on other devices."""
+    if not isinstance(config, Config) or config.trainer.placement.colocate_all:
+        return ()
+    buffers = 2 * config.generator.weight_sync_bucket_mb * 2**20
+    return (Part("weight syncs", buffers + readings().memory.sync_communicator_gib * GIB, ESTIMATED),)
 
 
 def _offloaded_bytes(model: ModelOfRanks) -> float:

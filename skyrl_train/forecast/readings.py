@@ -18,6 +18,7 @@ class Readings:
     context_gib: float
     communicator_gib: float
     pipeline_communicator_gib: float
+    sync_communicator_gib: float
     allocator_fraction: float
     offloaded_gib: float
     sleeping_engine_gib: float

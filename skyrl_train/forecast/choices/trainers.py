@@ -145,7 +145,9 @@ def _sizes(inputs: Inputs, megatron: MegatronConfig) -> list[int]:
     given, longest = inputs.config.trainer.max_tokens_per_microbatch, inputs.workload.sample_tokens
     if given is not None:
         return [given]
-    return list(dict.fromkeys(max(size * megatron.context_parallel_size, longest) for size in MICRO_BATCHES))
+    sizes = [max(size * megatron.context_parallel_size, longest) for size in MICRO_BATCHES]
+    # As many of the longest samples fit into a whole multiple, which shorter ones do not exceed.
+    return list(dict.fromkeys(each for size in sizes for each in (size, size // longest * longest)))
 
 
 def _fewest_layers(inputs: Inputs, option: _Option) -> _Option:

@@ -45,26 +45,27 @@ def values(given: Inputs) -> dict[str, Any]:
         # 4,022 million: 67.4 GiB. 36 layers keep 109.7 kB: 15.1 GiB for 4,096 tokens, 11.0 if the cheap part (29.7 kB)
         # is recomputed. With CUDA context and NCCL both are above 79.2; the layers' inputs alone (5,120 bytes) take
         # 2.8 GiB for 16,384.
-        ("qwen3-4b", "h100", [], 16_384, "full", None),
+        ("qwen3-4b", "h100", [], 8_192, "full", None),
         # 67.4 + 30.1 GiB for 8,192 tokens; 60.3 for 16,384, with an error of 10 %, and 1.2 of context, are 134.9
         # before logits.
         ("qwen3-4b", "h200", [], 8_192, None, None),
         # Adam's 12 bytes on two GPUs: 44.9 GiB; 15.1 fit beside them, 30.1 do not.
         ("qwen3-4b", "h100", [f"{RANKS}=2"], 4_096, None, None),
         # 8,191 million with 6 bytes and 12 on eight GPUs: 57.2 GiB. 36 layers keep 145,536 bytes: 20.0 GiB for 4,096
-        # tokens, which is 79.2 with an error of 10 %; 40,960 bytes fewer if the cheap part is recomputed: 14.4.
-        ("qwen3-8b", "h100", [f"{RANKS}=8"], 4_096, "selective", CHEAP),
+        # tokens, which is 79.2 with an error of 10 %; 40,960 bytes fewer if the cheap part is recomputed: 14.4, and 81.1
+        # with errors, context and what weight syncs keep. Two samples of 1,536 tokens need 10.8 instead.
+        ("qwen3-8b", "h100", [f"{RANKS}=8"], 3_072, "selective", CHEAP),
         # On two GPUs 91.5 GiB and 20.0 for 4,096 tokens; 40.0 for 8,192 are 135.5 with the error, before context.
         ("qwen3-8b", "h200", [f"{RANKS}=2"], 4_096, None, None),
-        # On four H100s 68.7 GiB and the inputs of the layers (8,192 bytes): 2.3 GiB for 8,192 tokens.
-        ("qwen3-8b", "h100", [f"{RANKS}=4"], 8_192, "full", None),
+        # On four H100s 68.7 GiB and the inputs of the layers (8,192 bytes): 1.1 GiB for 4,096 tokens.
+        ("qwen3-8b", "h100", [f"{RANKS}=4"], 4_096, "full", None),
         # 1.54 billion shared parameters with 6 + 12 / 8 bytes, and 28.99 billion of experts on eight GPUs with 18.
-        ("qwen3-30b-a3b", "h200", [f"{RANKS}=8", EP8], 8_192, None, None),
+        ("qwen3-30b-a3b", "h200", [f"{RANKS}=8", EP8], 7_680, None, None),
         (
             "qwen3-30b-a3b",
             "h100",
             [f"{RANKS}=8", "trainer.placement.policy_num_nodes=2", EP8],
-            4_096,
+            3_072,
             "selective",
             ["layernorm", "moe_act"],
         ),
@@ -186,21 +187,37 @@ def test_what_was_chosen_is_printed_in_one_line_with_reasons():
     assert (
         "max_tokens_per_microbatch=8192, recompute_granularity=null, because recomputing nothing with 8,192 tok" in line
     )
-    assert "of 139.8 GiB, errors included, and recomputing nothing with 32,768 tokens 21" in line and "\n" not in line
+    assert "of 139.8 GiB, errors included, and recomputing nothing with 32,768 tokens 22" in line and "\n" not in line
 
 
 LONG = ["trainer.max_prompt_length=4096", "generator.sampling_params.max_generate_length=28672"]
 
 
 def test_no_more_layers_are_recomputed_whole_than_memory_needs():
-    """One sample of 32,768 tokens: 15 layers that keep 117,888 bytes per token and 21 that keep 5,120 are 57.2 GiB,
-    62.9 with the error; weights, gradients and Adam 67.4."""
+    """One sample of 32,768 tokens: 14 layers that keep 117,888 bytes per token and 22 that keep 5,120 are 53.8 GiB,
+    59.2 with the error; weights, gradients and Adam 67.4, and what weight syncs keep 1.5."""
     given = inputs("qwen3-4b", "h200", *LONG)
-    assert values(given)["recompute_num_layers"] == 21
-    assert "because recomputing 21 layers with 32,768 tokens needs 139.0 of 139.8 GiB" in choices_line(chosen(given))
+    assert values(given)["recompute_num_layers"] == 22
+    assert "because recomputing 22 layers with 32,768 tokens needs 137.1 of 139.8 GiB" in choices_line(chosen(given))
     megatron = chosen(given).config.trainer.policy.megatron_config
-    fits = [_option(given, replace(megatron, recompute_num_layers=num), 32_768).fits for num in (20, 21, 22)]
+    fits = [_option(given, replace(megatron, recompute_num_layers=num), 32_768).fits for num in (21, 22, 23)]
     assert fits == [False, True, True]
+
+
+def test_micro_batches_are_filled_with_samples_shorter_than_the_longest():
+    """One sample of 17,000 tokens and shorter ones are 32,768 tokens; two of 17,000 would be too many."""
+    updates = []
+    for longest in (16_384, 17_000):
+        length = f"generator.sampling_params.max_generate_length={longest - 512}"
+        made = forecast(inputs("qwen3-4b", "h200", "trainer.max_tokens_per_microbatch=32768", length))
+        updates.append(next(phase for phase in made.phases if phase.phase == "update"))
+    assert updates[0] == updates[1]
+
+
+def test_whole_multiples_of_the_longest_sample_are_tried():
+    """Two of 7,000 tokens fit where a micro-batch of 16,384 does not."""
+    found = values(inputs("qwen3-4b", "h200", "generator.sampling_params.max_generate_length=6488"))
+    assert found["max_tokens_per_microbatch"] == 14_000
 
 
 def recomputed_layers(*overrides: str) -> tuple[int | None, int | None]:
@@ -234,8 +251,8 @@ def test_stages_of_a_pipeline_recompute_as_many_layers_each():
 
 def test_where_nothing_fits_for_sure_the_least_memory_is_taken():
     given = inputs("qwen3-8b", "h100")
-    assert values(given)["recompute_granularity"] == "full" and values(given)["max_tokens_per_microbatch"] == 4_096
-    assert "because nothing fits for sure, and recomputing everything with 4,096 tokens" in choices_line(chosen(given))
+    assert values(given)["recompute_granularity"] == "full" and values(given)["max_tokens_per_microbatch"] == 3_072
+    assert "because nothing fits for sure, and recomputing everything with 3,072 tokens" in choices_line(chosen(given))
 
 
 def test_fine_tuning_has_no_engine_to_choose_for():

@@ -188,7 +188,7 @@ def test_a_critic_has_its_own_mini_batches():
     activations = [
         next(part.likely for part in each.phases[-1].parts if part.name == "activations") for each in (whole, small)
     ]
-    assert activations[1] == pytest.approx(activations[0] * 2 / 21)  # samples of 1,536 tokens
+    assert activations[1] == pytest.approx(activations[0] * 2 * 1_536 / 32_768)  # two samples, or a full micro-batch
 
 
 def test_float32_is_computed_without_the_tensor_cores_of_bfloat16():

@@ -35,7 +35,7 @@ def inputs(shape: str, device: str, *overrides: str) -> Inputs:
 @pytest.mark.parametrize(
     ("shape", "least", "override"),
     [
-        ("qwen3-8b", "20", f"{LAYOUT}.optimizer_cpu_offload=true"),
+        ("qwen3-8b", "21", f"{LAYOUT}.optimizer_cpu_offload=true"),
         ("qwen3-30b-a3b", "59", "trainer.placement.policy_num_gpus_per_node=4"),
     ],
 )
