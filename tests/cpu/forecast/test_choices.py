@@ -52,8 +52,8 @@ def values(given: Inputs) -> dict[str, Any]:
         # Adam's 12 bytes on two GPUs: 44.9 GiB; 15.1 fit beside them, 30.1 do not.
         ("qwen3-4b", "h100", [f"{RANKS}=2"], 4_096, None, None),
         # 8,191 million with 6 bytes and 12 on eight GPUs: 57.2 GiB. 36 layers keep 145,536 bytes: 20.0 GiB for 4,096
-        # tokens, which is 79.2 with an error of 10 %; 40,960 bytes fewer if the cheap part is recomputed: 14.4, and 81.1
-        # with errors, context and what weight syncs keep. Two samples of 1,536 tokens need 10.8 instead.
+        # tokens, which is 79.2 with an error of 10 %; 40,960 bytes fewer if the cheap part is recomputed: 14.4. That is
+        # 81.1 with errors, context and what weight syncs keep. Two samples of 1,536 tokens need 10.8 instead.
         ("qwen3-8b", "h100", [f"{RANKS}=8"], 3_072, "selective", CHEAP),
         # On two GPUs 91.5 GiB and 20.0 for 4,096 tokens; 40.0 for 8,192 are 135.5 with the error, before context.
         ("qwen3-8b", "h200", [f"{RANKS}=2"], 4_096, None, None),
