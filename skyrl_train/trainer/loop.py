@@ -250,7 +250,7 @@ class Loop(ABC):
         self._note_folders()  # before deleted folders are created again for the checkpoint
         with self._timers("save_checkpoints"):
             if self._residency is not None:
-                await self._residency.for_training()
+                await self._residency.for_checkpoint()
             source, groups = snapshot_of(self._source, source)
             state = RunState(
                 global_step=step,

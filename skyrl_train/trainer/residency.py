@@ -6,10 +6,12 @@ those that they share. `Colocated`: they share devices and free them for each ot
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
+from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.cluster.ranks.scorer_group import ScorerGroup
@@ -38,6 +40,9 @@ class Residency:
 
     async def for_training(self) -> None:
         """Make the policy ready to compute logprobs and to be updated."""
+
+    async def for_checkpoint(self) -> None:
+        """Make the policy's whole state readable, also if no engine is left."""
 
     async def for_saving(self) -> None:
         """Make the policy's weights readable."""
@@ -119,6 +124,17 @@ class Colocated(Residency):
         await self._engines_leave()
         await self._scorer_leaves()
         await self._policy_enters(WEIGHTS, OPTIMIZER)
+
+    async def for_checkpoint(self) -> None:
+        try:
+            await self.for_training()
+        except RemoteFailed:
+            if self._engines.up:
+                raise
+            with contextlib.suppress(RemoteFailed):  # it says once more that none is left, when all have ended
+                await self._engines.admit_replacements()
+            self._engines_are = "without weights"
+            await self.for_training()
 
     async def sync_weights(self, groups: Sequence[Group]) -> SyncResult:
         await self._report.measure("training")

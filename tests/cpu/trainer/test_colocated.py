@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.cluster.calls import RemoteFailed
+from skyrl_train.cluster.pool.replica import EngineReplica
 from skyrl_train.cluster.ranks.scorer_group import ScorerGroup
 from skyrl_train.cluster.weight_sync import WeightSync
 from skyrl_train.ranks import Moved
@@ -126,6 +127,39 @@ def test_a_scorer_starts_again_also_if_its_last_start_failed(monkeypatch: pytest
             await world.start_again()
         await world.start_again()
         assert calls == ["kill", "restart"] * 2 and world.story == ["policy starts"]
+
+    in_world(monkeypatch, main)
+
+
+@pytest.mark.parametrize("died", ["before", "in its sleep", "not at all"])
+def test_a_checkpoint_needs_no_engine(monkeypatch: pytest.MonkeyPatch, died: str):
+    """Its processes have ended before the policy's optimizer takes the memory that they held."""
+
+    async def main(world: World) -> None:
+        ended: list[str] = []
+
+        async def end(replica: EngineReplica) -> None:
+            await asyncio.sleep(0.05)
+            ended.append("engine")
+
+        monkeypatch.setattr(EngineReplica, "end", end)
+        (replica,) = world.engines.replicas
+        replica.max_restarts = 0
+        await world.residency.for_rollout()
+        if died == "before":
+            world.engines.mark_dead(replica, "it crashed")
+        elif died == "in its sleep":
+            world.engine.dies_in = "sleep"
+        else:
+            world.fail("sleep")
+            with pytest.raises(RemoteFailed, match="no sleep"):  # it lives, and holds its memory
+                await world.residency.for_checkpoint()
+            return
+        world.rank.answers["reload"] = lambda *parts: ended.append("reload") or Moved(0, 0.0)
+        await world.residency.for_checkpoint()
+        assert ended == ["engine", "reload"]
+        with pytest.raises(RemoteFailed, match="no engine is left"):
+            await world.residency.for_rollout()
 
     in_world(monkeypatch, main)
 

@@ -136,7 +136,7 @@ class World:
             groups=(),
             has_begun=False,
             coefficients=self.coefficients,
-            residency=SimpleNamespace(for_rollout=nothing, for_training=nothing, for_saving=nothing),
+            residency=SimpleNamespace(for_rollout=nothing, for_checkpoint=nothing, for_saving=nothing),
         )
 
         async def train() -> Metrics:
