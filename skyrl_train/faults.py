@@ -176,6 +176,11 @@ def _wrong_types(sample: Sample) -> Iterator[str]:
     for name, (kinds, words) in KINDS.items():
         if not isinstance(value := getattr(sample, name), kinds):
             yield f"has {short(value)} as {name}: it must be {words}"
+        elif name == "transcript":
+            for message in value:
+                if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)):
+                    yield f"has {short(message)} in transcript: each message must be a dict with role and content"
+                    break
 
 
 def _wrong_values(sample: Sample, vocab_size: int | None) -> Iterator[str]:

@@ -26,8 +26,9 @@ def build_experience(groups: Sequence[Group], policy_version: int, vocab_size: i
     samples = [sample for group in groups for sample in group.samples]
     token_ids = torch.cat([sample.token_ids for sample in samples])
     loss_mask = torch.cat([sample.loss_mask for sample in samples])
-    # Rollouts may use other dtypes than the default one does.
-    rollout_logprobs = torch.cat([sample.rollout_logprobs for sample in samples]).float()
+    # Rollouts may use other dtypes than the default one does, and for tokens that were not written any value: NaN there
+    # would be NaN in the gradients of all.
+    rollout_logprobs = torch.cat([sample.rollout_logprobs for sample in samples]).float().masked_fill(~loss_mask, 0.0)
     rewards = torch.cat([sample.rewards.double() for sample in samples])
     bounds = torch.tensor([0] + [len(sample.token_ids) for sample in samples]).cumsum(0)
     sizes = torch.tensor([len(group.samples) for group in groups])

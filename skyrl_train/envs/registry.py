@@ -124,10 +124,15 @@ def row_problem(env_class: str, env_config: Any, extras: Mapping[str, Any]) -> s
 def aggregate_env_metrics(env_class: str, metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Metrics of many samples, aggregated by the environment's `aggregate_metrics`.
 
-    If that raises, there are none and the error is logged: the samples may be trained already.
+    If that raises, there are none and the error is logged: the samples may be trained already. Metrics of samples that
+    are of no environment are averaged.
     """
     default = BaseTextEnv.aggregate_metrics  # averages only numbers of Python
-    aggregate = getattr(env_creator(env_class), "aggregate_metrics", default)
+    try:
+        creator: Any = env_creator(env_class)
+    except ValueError:  # a name that a user's source gave them
+        creator = BaseTextEnv
+    aggregate = getattr(creator, "aggregate_metrics", default)
     try:
         owner = f"environment {env_class}"
         given = [numbers(each, owner) if aggregate is default else dict(each) for each in metrics]

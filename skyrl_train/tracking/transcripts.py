@@ -142,12 +142,14 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    """Content of a message, and its tool calls as JSON."""
-    content = message.get("content") or ""
-    if not (calls := message.get("tool_calls")):
-        return content
-    written = json.dumps([call.get("function", call) for call in calls], ensure_ascii=False, default=str)
-    return f"{content}\n{written}" if content else written
+    """Content of a message, and its tool calls as JSON; also content that is in parts."""
+    content, calls = message.get("content") or "", message.get("tool_calls")
+    if isinstance(calls, list | tuple):
+        calls = [call.get("function", call) if isinstance(call, Mapping) else call for call in calls]
+    parts = [part for part in (content, calls) if part]
+    return "\n".join(
+        part if isinstance(part, str) else json.dumps(part, ensure_ascii=False, default=str) for part in parts
+    )
 
 
 def shortened(text: str, max_chars: int = MAX_SHOWN_CHARS) -> str:

@@ -88,6 +88,13 @@ def test_metrics_of_an_experience_without_trained_tokens_are_zero():
     assert metrics["loss/avg_raw_advantages"] == metrics["loss/avg_raw_advantages_abs"] == 0.0
 
 
+def test_logprobs_of_tokens_that_were_not_written_are_zero_whatever_the_rollout_gave():
+    """NaN there, times a weight of 0, would be NaN in the gradient of every token."""
+    given = replace(sample(3, 1.0), rollout_logprobs=torch.tensor([math.nan, -1.0, -math.inf]))
+    masked = replace(given, loss_mask=torch.tensor([False, True, False]))
+    assert build_experience([group("a", masked)], policy_version=0).rollout_logprobs.tolist() == [0.0, -1.0, 0.0]
+
+
 def test_no_groups_are_refused():
     with pytest.raises(ValueError, match="no groups"):
         build_experience([], policy_version=0)

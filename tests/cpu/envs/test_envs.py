@@ -113,6 +113,7 @@ def test_an_aggregation_that_raises_is_logged_with_its_line_and_gives_no_metrics
     name = named("divides", Divides)
     assert aggregate_env_metrics(name, [{"tries": 4}]) == {"rate": 0.25} and not caplog.records
     assert aggregate_env_metrics(name, [{"tries": 0}]) == {}
+    assert aggregate_env_metrics("no environment", [{"tries": 1}, {"tries": 2}]) == {"tries": 1.5}
     line = f"{__file__}:{Divides.aggregate_metrics.__code__.co_firstlineno + 2}"
     problem = f"aggregate_metrics raised ZeroDivisionError: division by zero ({line})"
     assert caplog.messages == [f"metrics of the environment divides are left out: {problem}"]

@@ -226,6 +226,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"policy_version": None}, "has NoneType None as policy_version: it must be a whole number"),
     ({"turns": "1"}, "has str '1' as turns: it must be a whole number"),
     ({"env_metrics": [1]}, r"has list \[1\] as env_metrics: it must be a dict"),
+    ({"transcript": [{"role": "user", "content": "a"}, "timeout"]}, "has str 'timeout' in transcript: each message must"),
+    ({"transcript": [{"content": "a"}]}, r"has dict \{'content': 'a'\} in transcript: each message must be a dict with"),
     ({"version_spans": ((0, 1, 2),)}, "as version_spans: each must be"),
     ({"rewards": torch.zeros(2)}, "has 3 token_ids, 3 loss_mask, 3 rollout_logprobs and 2 rewards: .* must be equal"),
     ({"rewards": torch.tensor([0.0, float("nan"), 1.0])}, "has reward nan at token 1: the rollout or environment must"),

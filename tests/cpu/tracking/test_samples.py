@@ -150,6 +150,17 @@ def test_tool_calls_are_shown_as_json_with_or_without_content():
         assert transcript_of(1, sample(1.0, transcript=[{**called, **content}, answer])).prompt == shown
 
 
+def test_content_in_parts_and_calls_of_any_kind_are_shown_as_json(
+    tmp_path: Path, world: tuple[SampleLog, Tables, Console]
+):
+    parts = {"role": "user", "content": [{"type": "text", "text": "1+1="}]}
+    called = {"role": "assistant", "content": "Hm.", "tool_calls": ["add"]}
+    log, _, _ = world
+    log.training(1, [group("a", sample(1.0, transcript=[parts, called]))], -1)
+    (row,) = rows_of(tmp_path / "samples.jsonl")
+    assert (row["prompt"], row["response"]) == ('[{"type": "text", "text": "1+1="}]', 'Hm.\n["add"]')
+
+
 def test_what_an_environment_reports_never_ends_the_run(tmp_path: Path, world: tuple[SampleLog, Tables, Console]):
     log, tables, _ = world
     lock = threading.Lock()
