@@ -71,37 +71,44 @@ def has_result(task: asyncio.Task[Any]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
 
 
+_Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+"""Calls with their futures; None ends a thread."""
+
+
 class DaemonThreads(ThreadPoolExecutor):
     """At most MAX_THREADS threads for which Python's exit does not wait."""
 
     def __init__(self) -> None:
         super().__init__()  # asyncio accepts no other executor; that one's threads never start
-        self._calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
+        self._calls: _Calls = queue.SimpleQueue()
         self._lock, self._workers, self._num_calls = threading.Lock(), set[threading.Thread](), 0
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future = Future[Any]()
-        self._calls.put((future, partial(fn, *args, **kwargs)))
         with self._lock:
+            self._calls.put((future, partial(fn, *args, **kwargs)))
             self._num_calls += 1
             if len(self._workers) < min(self._num_calls, MAX_THREADS):
-                worker = threading.Thread(target=self._work, name="skyrl-call", daemon=True)
+                worker = threading.Thread(target=self._work, args=(self._calls,), name="skyrl-call", daemon=True)
                 self._workers.add(worker)
                 worker.start()
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Let the threads end after the queued calls, and abandon those that have not ended after THREADS_S."""
+        """Let the threads end after the queued calls, and abandon those that have not ended after THREADS_S. Later calls
+        get new threads.
+        """
         with self._lock:
-            workers = list(self._workers)
+            workers, calls = list(self._workers), self._calls
+            self._workers, self._calls, self._num_calls = set(), queue.SimpleQueue(), 0
         for _ in workers:
-            self._calls.put(None)
+            calls.put(None)
         deadline_s = time.monotonic() + THREADS_S
         for worker in workers:
             worker.join(max(0.0, deadline_s - time.monotonic()))
 
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
+    def _work(self, calls: _Calls) -> None:
+        while (call := calls.get()) is not None:
             future, function = call
             if future.set_running_or_notify_cancel():
                 try:
@@ -110,9 +117,8 @@ class DaemonThreads(ThreadPoolExecutor):
                     future.set_exception(error)
             del call, future, function
             with self._lock:
-                self._num_calls -= 1
-        with self._lock:
-            self._workers.discard(threading.current_thread())
+                if calls is self._calls:
+                    self._num_calls -= 1
 
 
 OWN_THREADS = DaemonThreads()

@@ -130,6 +130,16 @@ def test_threads_end_when_their_calls_have_and_serve_again_later():
         assert threading.active_count() == before
 
 
+def test_a_call_that_hangs_while_threads_end_takes_no_later_call():
+    threads, hangs = DaemonThreads(), threading.Event()
+    stuck = threads.submit(hangs.wait, 60)
+    threads.shutdown()
+    assert [threads.submit(divmod, n, 2).result(10) for n in range(2)] == [(0, 0), (0, 1)]
+    hangs.set()
+    assert stuck.result(10)
+    threads.shutdown()
+
+
 def test_calls_of_the_package_have_threads_of_their_own():
     async def main() -> int:
         return await in_thread(int, "7")
