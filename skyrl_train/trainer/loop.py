@@ -201,6 +201,7 @@ class Loop(ABC):
 
     async def _export_and_evaluate(self) -> Metrics:
         """Do what is due after the step. Skipped after a stop request (a kill usually follows); done on resume."""
+        self._pending, self._export_failed, self._export_sum = False, False, None
         config, metrics = self._trainer_config, self.ended_evaluation()
         due: list[Callable[[], Awaitable[Metrics]]] = []
         if self._is_due(config.hf_save_interval, also_last=config.hf_save_interval != 0):
@@ -208,7 +209,6 @@ class Loop(ABC):
         is_due = self._is_due(config.eval_interval, also_last=True) and self.can_evaluate
         if is_due and (self._stop_requested or not await self.evaluate_beside()):
             due.append(self._timed_evaluation)
-        self._pending, self._export_failed, self._export_sum = False, False, None
         for work in due:
             self._pending = self._stop_requested
             metrics |= {} if self._pending else await work()

@@ -269,10 +269,12 @@ def test_an_evaluation_that_ends_with_the_last_step_is_not_dropped_in_silence(
 ):
     """The evaluation of step 2 ends while step 3, the last one, is trained."""
     fault = {"fails": lambda world, uid: uid == "held 3" and world.version < 3} if fails else {}
-    world = World(tmp_path, NEVER, "trainer.eval_interval=2", num_steps=3, **fault)
+    own = ["trainer.ckpt_interval=100", "trainer.eval_interval=2"]
+    world = World(tmp_path, *own, num_steps=3, **fault)
 
     async def waits() -> None:
         if world.version == 2:
+            world.trainer._export_sum = "of step 2"
             while not world.trainer._parts.beside._running.task.done():
                 await asyncio.sleep(0)
 
@@ -281,6 +283,8 @@ def test_an_evaluation_that_ends_with_the_last_step_is_not_dropped_in_silence(
         if fails:
             with pytest.raises(RolloutFailure, match="KeyError: 'no sandbox'"):
                 world.run()
+            state = load_checkpoint(tmp_path / "checkpoints/global_step_3").state
+            assert state.pending and state.export is None, "step 3 was not exported"
         else:
             world.run()
             assert world.evaluated == {3: None}
