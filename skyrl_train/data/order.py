@@ -125,7 +125,8 @@ def _bytes(row: object) -> bytes:
     if isinstance(row, Tensor):
         return row.numpy().tobytes()
     if is_dataclass(row):
-        return b"".join(_bytes(getattr(row, field.name)) for field in fields(row))
+        # Not where the row lies: the same rows may have moved to another folder.
+        return b"".join(_bytes(getattr(row, field.name)) for field in fields(row) if field.compare)
     try:
         return json.dumps(row, sort_keys=True, default=_content).encode()
     except (TypeError, ValueError):  # keys that JSON does not have, or a circle

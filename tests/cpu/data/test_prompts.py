@@ -479,6 +479,7 @@ def test_rows_that_changed_since_a_checkpoint_are_warned_of(changed, caplog):
     state = json.loads(json.dumps(Order(rows, batch_size=4, seed=1).state))
     Order(prompts(10), batch_size=4, seed=1).resume(state)
     Order(rows, batch_size=4, seed=1).resume(state | {"sha256": None})
+    Order([replace(row, location="moved.jsonl") for row in rows], batch_size=4, seed=1).resume(state)
     assert not caplog.records
     Order([replace(rows[0], **changed), *rows[1:]], batch_size=4, seed=1).resume(state)
     assert "the training rows have changed since the checkpoint" in caplog.text
