@@ -95,8 +95,8 @@ class DaemonThreads(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Let the threads end after the queued calls, and abandon those that have not ended after THREADS_S. Later calls
-        get new threads.
+        """Let the threads end after the queued calls, and abandon those that have not ended after THREADS_S. Calls that
+        come later get new threads.
         """
         with self._lock:
             workers, calls = list(self._workers), self._calls

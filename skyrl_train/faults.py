@@ -174,10 +174,11 @@ def _wrong_types(sample: Sample) -> Iterator[str]:
         if not (isinstance(value, Tensor) and is_allowed(value.dtype) and value.dim() == 1 and value.is_cpu):
             yield f"has {short(value)} as {name}: it must be a tensor of one {dtype} per token, on the CPU"
     for name, (kinds, words) in KINDS.items():
-        if not isinstance(value := getattr(sample, name), kinds):
+        value = getattr(sample, name)
+        if not isinstance(value, kinds):
             yield f"has {short(value)} as {name}: it must be {words}"
         elif name == "transcript":
-            for message in value:
+            for message in sample.transcript:
                 if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)):
                     yield f"has {short(message)} in transcript: each message must be a dict with role and content"
                     break

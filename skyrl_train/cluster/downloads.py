@@ -23,7 +23,7 @@ from skyrl_train.hf.hub import seen_from_anywhere
 
 log = logging.getLogger(__name__)
 GRACE_S = 60.0
-"""Additional seconds for a node to start the process and report its own, more specific timeout."""
+"""Seconds for a node to start a process and answer, also with its own, more specific timeout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,9 @@ async def _download(node: str, key: str, path: str, timeout_s: float) -> None:
 
 
 async def require_shared(trainer: TrainingConfig, ranks: Sequence[Slot]) -> None:
-    """Raises: ValueError if ranks on other nodes would write checkpoints or exports that this node does not see."""
+    """Raises: ValueError if ranks on other nodes would write checkpoints or exports that this node does not see, or if
+    a node does not answer.
+    """
     nodes = list({slot.node for slot in ranks} - {ray.get_runtime_context().get_node_id()})
     written = {"trainer.ckpt_path": trainer.ckpt_path} if trainer.ckpt_interval > 0 else {}
     written |= {"trainer.export_path": trainer.export_path} if trainer.hf_save_interval != 0 else {}
@@ -81,7 +83,7 @@ async def require_shared(trainer: TrainingConfig, ranks: Sequence[Slot]) -> None
         return
     with ExitStack() as stack:
         probes = {key: stack.enter_context(_probe(path)).name for key, path in written.items()}
-        answers = await asyncio.gather(*(on_node(node, _missing, probes) for node in nodes))
+        answers = await asyncio.gather(*(_missing_on(node, probes) for node in nodes))
     for node, missing in zip(nodes, answers, strict=True):
         if missing:
             raise ValueError(
@@ -95,6 +97,14 @@ def _probe(path: str) -> IO[bytes]:
     """A file in the nearest folder that exists."""
     folder = Path(path).expanduser().resolve()
     return tempfile.NamedTemporaryFile(dir=next(each for each in (folder, *folder.parents) if each.is_dir()))
+
+
+async def _missing_on(node: str, probes: Mapping[str, str]) -> list[str]:
+    try:
+        return await asyncio.wait_for(on_node(node, _missing, probes), GRACE_S)
+    except (TimeoutError, RayError) as error:
+        reason = f"no answer within {GRACE_S:g} s" if isinstance(error, TimeoutError) else error
+        raise ValueError(f"node {_address(node)} cannot say if it sees {', '.join(probes)}: {reason}") from error
 
 
 def _missing(probes: Mapping[str, str]) -> list[str]:

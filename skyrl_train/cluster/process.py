@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import os
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, TypeVar
@@ -58,14 +59,8 @@ class Host:
         return self._name
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        try:
+        with _logged():
             return getattr(self._object, method)(*args, **kwargs)
-        except Exception as error:
-            traceback.print_exc()  # the driver's message names this process's log
-            kind = type(error)  # torch's, which not every process has imported; Ray has one of the host
-            if kind.__name__ == "OutOfMemoryError" and kind.__module__.startswith("torch"):
-                raise explained(error, memory_in_use(), _devices()) from error
-            raise
 
     def call_and_keep(self, method: str, *args: Any) -> tuple[None, Any]:
         """Like `call`; the driver waits for the first result and passes a reference to the second on."""
@@ -76,15 +71,30 @@ class AsyncHost(Host):
     """Runs many calls at once, of an object whose methods are coroutines."""
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return await super().call(method, *args, **kwargs)
+        with _logged():
+            return await getattr(self._object, method)(*args, **kwargs)
 
     async def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
-        items = super().call(method, *args)
-        try:
-            async for item in items:
-                yield item
-        finally:
-            await items.aclose()
+        with _logged():
+            items = getattr(self._object, method)(*args)
+            try:
+                async for item in items:
+                    yield item
+            finally:
+                await items.aclose()
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
+    """Print an error's traceback, because the driver's message names this process's log, and explain a full device."""
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        kind = type(error)  # torch's, which not every process has imported; Ray has one of the host
+        if kind.__name__ == "OutOfMemoryError" and kind.__module__.startswith("torch"):
+            raise explained(error, memory_in_use(), _devices()) from error
+        raise
 
 
 def explained(error: BaseException, memory: dict[str, float], devices: Sequence[DeviceUse]) -> DeviceOutOfMemory:

@@ -69,7 +69,9 @@ def test_an_error_of_a_node_names_it(calls: list[tuple[Any, ...]], monkeypatch: 
         asyncio.run(download_to_nodes([load("org/policy", "b")], 9.0))
 
 
-def test_a_node_that_does_not_answer_is_not_waited_for(calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch):
+def test_a_node_that_does_not_answer_is_not_waited_for(
+    calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     async def hangs(node: str, *args: Any) -> None:
         await asyncio.sleep(1000)
 
@@ -78,6 +80,9 @@ def test_a_node_that_does_not_answer_is_not_waited_for(calls: list[tuple[Any, ..
     started = time.monotonic()
     with pytest.raises(ValueError, match=r"trainer\.download_timeout_s is 0\.1: node 10\.0\.0\.2 did not answer"):
         asyncio.run(download_to_nodes([load("org/policy", "b")], 0.1))
+    trainer = load_config([f"trainer.run_dir={tmp_path}/runs/a"]).trainer
+    with pytest.raises(ValueError, match=r"node 10\.0\.0\.2 cannot say if .*ckpt_path.*: no answer within 0\.1"):
+        asyncio.run(require_shared(trainer, [Slot(None, 1, 0, node="b")]))  # type: ignore[arg-type]
     assert time.monotonic() - started < 100
 
 

@@ -117,6 +117,32 @@ def test_an_engine_from_outside_the_package_is_built_asked_and_updated(own: Path
     assert asyncio.run(main()) == [[(5, Generation([1, 2], [0.0, 0.0], "", "stop", policy_version=7))]]
 
 
+def test_errors_of_calls_leave_their_traceback_in_the_process(capfd: pytest.CaptureFixture[str]):
+    """The driver's message names its log."""
+
+    class Fails:
+        async def load(self) -> None:
+            raise ValueError("no such file")
+
+        async def generate(self) -> Any:
+            yield 1
+            raise ValueError("no such token")
+
+    host = AsyncHost.__new__(AsyncHost)
+    host._object = Fails()
+
+    async def main() -> None:
+        with pytest.raises(ValueError, match="file"):
+            await host.call("load")
+        with pytest.raises(ValueError, match="token"):
+            assert [item async for item in host.stream("generate")] == []
+
+    asyncio.run(main())
+    printed = capfd.readouterr().err
+    assert "in load\n" in printed and "in generate\n" in printed
+    assert printed.strip().endswith("ValueError: no such token")
+
+
 @pytest.mark.parametrize("order", ["early", "late", "refused"])
 def test_an_engine_gets_weights_when_its_update_has_begun(own: Path, order: str):
     """A sender may call before the driver has, also for the update after one that ended."""
