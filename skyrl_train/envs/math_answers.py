@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 BOX = "\\boxed"
+SCIENTIFIC = re.compile(r"\s*(?P<mantissa>[+-]?(\d+\.?\d*|\.\d+))[eE](?P<exponent>[+-]?\d+)\s*")
+PERCENT = re.compile(r"(?<!\\)%")
 
 
 class MathVerifyEnv(BaseTextEnv):
@@ -23,7 +27,7 @@ class MathVerifyEnv(BaseTextEnv):
         if importlib.util.find_spec("math_verify") is None:
             raise ValueError("math-verify is not installed. Run pip install 'skyrl_train[math]'")
         truth = str(extras["reward_spec"]["ground_truth"])
-        self._truth = _parsed(truth if "$" in truth or BOX in truth else f"${truth}$")
+        self._truth = [answer for form in _forms(truth) for answer in _parsed(form)]
         if not self._truth:
             raise ValueError(f"reward_spec.ground_truth is {truth!r}: math-verify finds no answer in it")
 
@@ -34,6 +38,17 @@ class MathVerifyEnv(BaseTextEnv):
         # limits each step instead.
         is_right = any(verify(self._truth, _parsed(text), timeout_seconds=None) for text in _readings(action))
         return BaseTextEnvStepOutput(observations=[], reward=float(is_right), done=True, metadata={})
+
+
+def _forms(truth: str) -> Iterator[str]:
+    """The ground truth as LaTeX that math-verify reads: it takes the e of 1e-05 for Euler's number, large numbers with
+    and without an exponent for different ones, and in boxes a percentage with and without a backslash, too.
+    """
+    forms = [truth, PERCENT.sub(r"\\%", truth)]
+    if number := SCIENTIFIC.fullmatch(truth):
+        forms = [f"{Decimal(truth):f}", f"{number['mantissa']} \\times 10^{{{int(number['exponent'])}}}"]
+    for form in dict.fromkeys(forms):
+        yield form if "$" in form or BOX in form else f"${form}$"
 
 
 def _readings(response: str) -> Iterator[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PretrainedConfig
 
+from skyrl_train.algorithms.build import build_objective
 from skyrl_train.cluster.pool.settings import teacher_generator
 from skyrl_train.config import Config
 from skyrl_train.config.policy import Layout, LoraConfig, MegatronConfig
@@ -22,7 +23,7 @@ from skyrl_train.forecast.duration import PhaseTime, Training, Workload
 from skyrl_train.forecast.engines import EngineMemory, engine_memory, teacher_memory
 from skyrl_train.forecast.layout import stages
 from skyrl_train.forecast.memory import ModelOfRanks, Pass
-from skyrl_train.forecast.parts import ENGINE, ESTIMATED, GIB, Part, PhaseMemory
+from skyrl_train.forecast.parts import ENGINE, GIB, Part, PhaseMemory
 from skyrl_train.forecast.readings import readings
 from skyrl_train.forecast.sharing import left_at_start, taking_turns, together
 from skyrl_train.hf.matrices import layers, num_parameters, num_tensors
@@ -121,7 +122,11 @@ def forecast(inputs: Inputs) -> Forecast:
     mini_batch = trainer.policy_mini_batch_size if isinstance(trainer, TrainerConfig) else trainer.train_batch_size
     largest = largest_pass(longest, layout, mini_batch)
     mean = largest_pass(inputs, layout, mini_batch)
-    sending = _sending(config)
+    sending = (
+        (memory.weight_syncs(config.generator.weight_sync_bucket_mb, constants.memory),)
+        if isinstance(config, Config) and not config.trainer.placement.colocate_all
+        else ()
+    )
     phases = [_trainer_phase("update", "policy", policy, largest, inputs.capacity, sending=sending)]
     per_node = min(layout.num_ranks, trainer.placement.policy_num_gpus_per_node)  # of each model, if devices are shared
     host, moments = _offloaded_bytes(policy) * per_node, _host_moment_bytes(policy) * per_node
@@ -222,14 +227,6 @@ def _trainer_phase(
     return max(found, key=lambda memory: memory.likely)
 
 
-def _sending(config: RunConfig) -> tuple[Part, ...]:
-    """What a policy's rank keeps to send weights to engines on other devices."""
-    if not isinstance(config, Config) or config.trainer.placement.colocate_all:
-        return ()
-    buffers = 2 * config.generator.weight_sync_bucket_mb * 2**20
-    return (Part("weight syncs", buffers + readings().memory.sync_communicator_gib * GIB, ESTIMATED),)
-
-
 def _offloaded_bytes(model: ModelOfRanks) -> float:
     """Bytes that a rank moves to the host between phases: weights and optimizer state, of the fullest stage."""
     return max(
@@ -247,8 +244,11 @@ def _passes_of_policy(trainer: TrainerConfig) -> list[str]:
     algorithm, lora = trainer.algorithm, trainer.policy.model.lora
     several = trainer.versions_per_step > 1 or (lora.rank > 0 and lora.dropout > 0)
     found = []
-    if (algorithm.use_kl_in_reward and algorithm.needs_reference) or (
-        several and algorithm.prox_logp_method != "loglinear"
+    selects = bool(build_objective(algorithm.values, temperature=1.0).selections)
+    if (
+        selects
+        or (algorithm.use_kl_in_reward and algorithm.needs_reference)
+        or (several and algorithm.prox_logp_method != "loglinear")
     ):
         found.append("old logprobs")
     if algorithm.needs_reference and lora.rank > 0:

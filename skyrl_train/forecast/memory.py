@@ -163,6 +163,11 @@ def outside_torch(layout: Layout, readings: Readings) -> Part:
     return Part("CUDA context and NCCL", gib * GIB, ESTIMATED)
 
 
+def weight_syncs(bucket_mb: int, readings: Readings) -> Part:
+    """Buffers and communicator that a rank keeps to send weights to engines on other devices."""
+    return Part("weight syncs", 2 * bucket_mb * 2**20 + readings.sync_communicator_gib * GIB, ESTIMATED)
+
+
 def room_for_logits(capacity: float) -> float:
     """Bytes of a rank up to which the head keeps logits for the backward pass."""
     return (1 - FREE_SHARE) * capacity - PIECE_BYTES

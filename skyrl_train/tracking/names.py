@@ -36,6 +36,7 @@ PHASES = (
     Phase("timing/policy_train", "train"),
     Phase("timing/save_state", "state"),
     Phase("timing/sync_weights", "sync"),
+    Phase("timing/sync_eval_engines", "eval sync", in_step=False),
     Phase("timing/eval", "evaluate", in_step=False),
     Phase("timing/save_hf_model", "save", in_step=False),
     Phase("timing/save_checkpoints", "checkpoint", in_step=False),

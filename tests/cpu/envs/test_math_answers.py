@@ -15,11 +15,11 @@ needs_math_verify = pytest.mark.skipif(
 )
 
 
-def reward(truth: str, response: str) -> float:
+def reward(truth: object, response: str) -> float:
     return make_env("math_verify", {}, {"reward_spec": {"ground_truth": truth}}).step(response)["reward"]
 
 
-ANSWERS = [
+ANSWERS: list[tuple[object, str, float]] = [
     ("42", "So the answer is \\boxed{42}.", 1.0),
     ("42", "So the answer is \\boxed{41}, not 42.", 0.0),
     ("42", "The answer is 42", 1.0),
@@ -34,6 +34,17 @@ ANSWERS = [
     ("2", "I get \\boxed{2}. Wait, I made a mistake. The total is \\boxed{3}.", 0.0),
     ("3", "$\\boxed{2}$ or rather $x = \\boxed{3}$", 1.0),
     ("\\{1, 2\\}", "\\boxed{1} and \\boxed{2}", 1.0),
+    (0.00001, "\\boxed{0.00001}", 1.0),
+    (0.00001, "\\boxed{10^{-5}}", 1.0),
+    (1e16, "\\boxed{10000000000000000}", 1.0),
+    (6.02e23, "\\boxed{6.02 \\times 10^{23}}", 1.0),
+    ("1e3", "\\boxed{1000}", 1.0),
+    ("1e3", "\\boxed{3}", 0.0),
+    ("5%", "\\boxed{5\\%}", 1.0),
+    ("5%", "\\boxed{5%}", 1.0),
+    ("5%", "It is 5%", 1.0),
+    ("5\\%", "\\boxed{5\\%}", 1.0),
+    ("5%", "\\boxed{6\\%}", 0.0),
     ("7", "I do not know.", 0.0),
     ("7", "", 0.0),
 ]

@@ -150,6 +150,8 @@ def test_frozen_weights_get_no_gradients_and_are_not_sent_with_an_adapter():
         ([], True),
         (["trainer.policy_mini_batch_size=1024"], False),
         (["trainer.algorithm.prox_logp_method=loglinear"], False),
+        (["trainer.policy_mini_batch_size=1024", "trainer.algorithm.policy_loss_type=clip_cov"], True),
+        (["trainer.algorithm.prox_logp_method=loglinear", "trainer.algorithm.corrections=[top_entropy]"], True),
         (["trainer.policy_mini_batch_size=1024", LORA, "trainer.policy.model.lora.dropout=0.1"], True),
         (
             [
