@@ -62,7 +62,7 @@ def imported(key: str, name: str) -> Any:
         raise ValueError(f"{key} is {name!r}: write module:attribute")
     try:
         found = own_module(module)
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise ValueError(
             f"{key} is {name!r}, and {module} cannot be imported ({type(error).__name__}: {error}). The module must be "
             "installed, in the working directory or on PYTHONPATH"

@@ -113,7 +113,7 @@ def import_modules(names: Iterable[str]) -> None:
     for name in names:
         try:
             own_module(name)
-        except Exception as error:  # a user's module may raise anything
+        except (Exception, SystemExit) as error:  # a user's module may raise anything
             raise ValueError(
                 f"trainer.custom_modules names {name}, which cannot be imported ({type(error).__name__}: {error}). Its "
                 "folder must be in PYTHONPATH, or be the one that the program is started in"

@@ -112,7 +112,9 @@ def length_problems(config: Config) -> Iterator[str]:
 def vllm_sampling_problems(generator: GeneratorConfig) -> Iterator[str]:
     """Sampling parameters that vLLM refuses or changes in every request."""
     for name in ("sampling_params", "eval_sampling_params"):
-        temperature = getattr(generator, name).temperature
+        temperature, stop = getattr(generator, name).temperature, getattr(generator, name).stop
+        if "" in stop:
+            yield f"generator.{name}.stop is {list(stop)}: an empty text stops nothing. Write [] for none"
         if temperature and not LOWEST_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
             allowed = f"from {LOWEST_TEMPERATURE} to {MAX_TEMPERATURE}, or 0 for greedy evaluations"
             yield f"generator.{name}.temperature is {temperature}: vLLM samples {allowed}"
@@ -173,6 +175,8 @@ def engine_argument_problems(generator: GeneratorConfig) -> Iterator[str]:
                 f"{given}: training samples must come from the distribution that the trainer computes, but "
                 f"{OTHER_DISTRIBUTION[name]}. Remove {name}"
             )
+        elif name == "speculative_config" and value is not None and not isinstance(value, Mapping):
+            yield f"{given}: write its fields, as in {{method: ngram, num_speculative_tokens: 2}}"
         elif name == "speculative_config" and (value or {}).get("rejection_sample_method") == "synthetic":
             yield f"{given}: synthetic acceptance keeps tokens that the model did not sample. Use the method standard"
         for path in _paths_of_remote_code(value, f"generator.engine_init_kwargs.{name}"):

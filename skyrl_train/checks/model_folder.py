@@ -72,7 +72,8 @@ def check_scoring_models(trainer: TrainerConfig, tokenizer: PreTrainedTokenizerB
         teacher = load_tokenizer(folder, model.path_key, trainer.trust_remote_code)
         check_same_tokens(tokenizer, teacher, model.path_key, model.model_path)
         given = f"{model.path_key} is {model.model_path}"
-        if problems := list(_engine_problems(folder, given, device_type, trust_remote_code=trainer.trust_remote_code)):
+        tp, trusted = trainer.teacher.inference_engine_tensor_parallel_size, trainer.trust_remote_code
+        if problems := list(_engine_problems(folder, given, device_type, tp, trust_remote_code=trusted)):
             raise ConfigError(problems)
 
 
@@ -84,9 +85,15 @@ def loaded_from(trainer: TrainingConfig) -> dict[Path, str]:
     return {folder: key for folder, key in folders.items() if folder.is_dir()}
 
 
-def _engine_problems(folder: str, given: str, device_type: str | None, *, trust_remote_code: bool) -> Iterator[str]:
+def _engine_problems(
+    folder: str, given: str, device_type: str | None, tp: int, *, trust_remote_code: bool
+) -> Iterator[str]:
+    """Problems of a teacher's engines. Args: tp: their tensor-parallel size."""
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config()
     except ValueError:  # transformers does not know the architecture, and vLLM may
         return
-    yield from vllm_model_problems(config.get_text_config(), given, device_type, None)
+    yield from vllm_model_problems(config, given, device_type, None)
+    if (heads := getattr(config, "num_attention_heads", None)) is not None and heads % tp:
+        key = "trainer.teacher.inference_engine_tensor_parallel_size"
+        yield f"{given} and {key} is {tp}: it must divide the model's {heads} attention heads"

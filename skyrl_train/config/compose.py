@@ -77,20 +77,22 @@ def compose(
 ) -> Composed:
     """Values of `base`, the chosen experiments and the overrides.
 
-    Args: derived: key -> expression that replaces its value in `base`.
+    Args: derived: key -> expression that replaces its value in `base`, unless an experiment sets it.
     Raises: ConfigError with all misspelt overrides, or with the first error of Hydra.
     """
     base = base.resolve()
     extra = list(dict.fromkeys(f.resolve() for f in folders if f.resolve() != base.parent))
     given = [parse(text, schema) for text in overrides]
     parsed, translation = translate(given, schema)
+    chosen = _experiment_files(schema, base, given, extra) if derived or translation or translation.problems else []
     if translation or translation.problems:
-        parsed, translation = translate(given, schema, values=_of_experiments(schema, base, given, extra))
+        parsed, translation = translate(given, schema, values=values_of(schema, chosen))
     problems = [p for override in parsed if (p := problem(override, schema, [base.parent, *extra])) is not None]
     problems += [*translation.problems, *selected_twice(parsed)]
     if problems:
         raise ConfigError(problems)
-    lines = [f"{key}={literal(expression)}" for key, expression in derived.items()]
+    by_experiments = {key for file in chosen for key in dotted_keys(schema, file.values)}
+    lines = [f"{key}={literal(derived[key])}" for key in derived if key not in by_experiments]
     lines += [hydra_line(override, schema) for override in parsed if not is_searchpath(override)]
     lines.append(_search_path(parsed, extra))
     try:
@@ -115,14 +117,16 @@ def _search_path(overrides: Sequence[Override], folders: Sequence[Path]) -> str:
     return f"hydra.searchpath={literal([*paths, *(f'file://{folder}' for folder in folders)])}"
 
 
-def _of_experiments(schema: type, base: Path, overrides: Sequence[Override], folders: Sequence[Path]) -> dict[str, Any]:
-    """Values of the chosen experiments, on which the translation of a command line may depend."""
+def _experiment_files(
+    schema: type, base: Path, overrides: Sequence[Override], folders: Sequence[Path]
+) -> list[ConfigFile]:
+    """The chosen experiments, on which the translation of a command line may depend."""
     lines = [hydra_line(override, schema) for override in overrides if override.key_or_group == "experiment"]
     try:
         files = _composed(base, [*lines, _search_path(overrides, folders)])[1]
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ConfigError):  # said when all is composed
-        return {}
-    return values_of(schema, [file for file in files if file.is_experiment])
+        return []
+    return [file for file in files if file.is_experiment]
 
 
 def values_of(schema: type, files: Sequence[ConfigFile]) -> dict[str, Any]:

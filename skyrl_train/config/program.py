@@ -125,7 +125,7 @@ class Program(Generic[T]):
 
 def to_yaml(config: Any) -> str:
     """YAML of every value, secrets masked, which `--config-file` reads."""
-    values = dataclasses.asdict(config)
+    values = dataclasses.asdict(getattr(config, "written", config))
     return yaml.safe_dump(secrets_of(values).plain(values), sort_keys=False, allow_unicode=True)
 
 

@@ -6,10 +6,9 @@ list of overrides; both raise ConfigError.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
 
-from skyrl_train.algorithms.tables import reads_max_seq_len
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.policy import (
@@ -21,6 +20,7 @@ from skyrl_train.config.policy import (
     TeacherConfig,
 )
 from skyrl_train.config.program import Program
+from skyrl_train.config.skyrl_04.max_seq_len import with_max_seq_len, without_max_seq_len
 from skyrl_train.config.training import PolicyPlacementConfig, RunConfig, TrainingConfig
 from skyrl_train.config.values import AboveZero, Bounds, Count, CountOrNever, CountOrZero, OneOf, Text
 
@@ -209,18 +209,10 @@ class Config(RunConfig):
     generator: GeneratorConfig
     environment: EnvironmentConfig
 
-
-C = TypeVar("C", bound=Config)
-
-
-def with_max_seq_len(config: C) -> C:
-    """The configuration with the parameter max_seq_len, if a function of the user reads it."""
-    algorithm, generator = config.trainer.algorithm, config.generator
-    if not reads_max_seq_len(algorithm.policy_loss_type, algorithm.advantage_estimator):
-        return config
-    longest = generator.max_input_length + generator.sampling_params.max_generate_length
-    algorithm = replace(algorithm, parameters={"max_seq_len": longest, **algorithm.parameters})
-    return replace(config, trainer=replace(config.trainer, algorithm=algorithm))
+    @property
+    def written(self) -> Self:
+        """What is written into config.yaml."""
+        return without_max_seq_len(self)
 
 
 RL = Program(

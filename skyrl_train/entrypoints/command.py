@@ -147,7 +147,8 @@ def prepare(command: Command[T], config: T) -> None:
     command.check(config, None, False)
     with _config_errors():
         target = imported("trainer.prepare", config.trainer.prepare)
-    target(config)
+        with _no_exit():
+            target(config)
 
 
 def run(
@@ -160,7 +161,8 @@ def run(
     """Train with a checked configuration; a failure is printed. Args: argv: of the command line, if there was one."""
     secrets = secrets_in(config)
     with hidden_in_logs(secrets), lossy_stdout():
-        resume = resume_command(command.program.module, argv, secrets)
+        has_path = config.trainer.resume_path is not None
+        resume = resume_command(command.program.module, argv, secrets, has_path=has_path)
         return _run(command, config, console, secrets, interrupts or Interrupts(), resume)
 
 
@@ -174,7 +176,7 @@ def _run(
     try:
         with quick_imports():
             kind = resolve_name(command.run) if isinstance(command.run, str) else command.run
-        with _config_errors():
+        with _config_errors(), _no_exit():
             training = kind(config, console)
         command.check(config, training.num_train_rows, True)
         with _config_errors():
@@ -223,6 +225,17 @@ def _config_errors() -> Iterator[None]:
         yield
     except ValueError as error:
         raise ConfigError([str(error)]) from error
+
+
+@contextlib.contextmanager
+def _no_exit() -> Iterator[None]:
+    """Turn a user's `sys.exit()`, which would end the program without an error, into one."""
+    try:
+        yield
+    except SystemExit as end:
+        frames = traceback.extract_tb(end.__traceback__)
+        place = f"{frames[-1].filename}:{frames[-1].lineno}"
+        raise ValueError(f"{place} called sys.exit({end.code!r}) before the start. Raise an error instead") from end
 
 
 async def _until_signal(

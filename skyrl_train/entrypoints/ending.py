@@ -64,9 +64,12 @@ def _is_exported(checkpoint: Path, target: Path) -> bool:
     return False
 
 
-def resume_command(module: str, argv: Sequence[str] | None, secrets: Secrets) -> str:
-    """Command line that resumes the run of these arguments. Args: argv: None for a run from a script."""
+def resume_command(module: str, argv: Sequence[str] | None, secrets: Secrets, *, has_path: bool) -> str:
+    """Command line that resumes the run of these arguments. Args: argv: None for a run from a script; has_path: whether
+    its configuration sets trainer.resume_path, perhaps in a file.
+    """
     if argv is None:
         return "run it again with trainer.resume_mode=latest"
     kept = [secrets.argument(text) for text in argv if text.lstrip("+").partition("=")[0] not in RESUMING]
-    return shlex.join(["python", "-m", module, *kept, "trainer.resume_mode=latest"])
+    own = ["trainer.resume_mode=latest", *(["trainer.resume_path=null"] if has_path else [])]
+    return shlex.join(["python", "-m", module, *kept, *own])

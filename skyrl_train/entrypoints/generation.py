@@ -131,7 +131,9 @@ class Generation(Experiment):
             at_end.callback(tracker.close)
             rollout = self.get_rollout(self.get_env_pool(at_end))
             samples = self.get_samples(run_dir, tracker, at_end)
-            evaluation = self.get_evaluation(self.get_collector(processes.engines.generate, rollout), samples)
+            # No source of the run's own watches the rollouts here.
+            collector = self._watched(self.get_collector(processes.engines.generate, rollout))
+            evaluation = self.get_evaluation(collector, samples)
             progress = ConsoleProgress(self._console, "evaluate")
             groups = await evaluation.groups(seed("eval", config.trainer.seed, step), progress)
             metrics = evaluation.metrics(groups)

@@ -11,6 +11,7 @@ Exit code: 0 the form of the configuration is exact, 1 it is not, 2 the template
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.markup import escape
@@ -43,7 +44,8 @@ def main(argv: Sequence[str]) -> int:
     console = Console()
     if prints_help(argv, __doc__, console):
         return 0
-    return guarded(lambda: verify(RL.read(argv), console), Console(stderr=True), (ValueError, OSError))
+    program = replace(RL, module="skyrl_train.entrypoints.verify_template")
+    return guarded(lambda: verify(program.read(argv), console), Console(stderr=True), (ValueError, OSError))
 
 
 def verify(config: Config, console: Console) -> int:

@@ -266,6 +266,11 @@ def test_the_base_and_the_quickstart_pass():
             ["generator.sampling_params.temperature=2.5"],
             r"generator.sampling_params.temperature is 2.5: vLLM samples from 0.01 to 2.0, or 0 for greedy",
         ),
+        (
+            ["generator.eval_sampling_params.stop=''"],
+            r"sampling_params.stop is \[''\]: an empty text stops nothing. Write",
+        ),
+        (["generator.engine_init_kwargs.speculative_config=ngram"], "speculative_config is 'ngram': write its fields"),
         (["generator.sampling_params.temperature=0.005"], "sampling_params.temperature is 0.005: vLLM samples from"),
         ([*REMOTE, "generator.eval_sampling_params.temperature=3"], "eval_sampling_params.temperature is 3.0: vLLM"),
         (

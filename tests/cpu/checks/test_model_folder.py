@@ -227,6 +227,9 @@ def test_a_teacher_that_engines_cannot_compute_is_refused(tmp_path: Path):
     check_scoring_models(trainer, tiny_tokenizer(), "cuda")
     with pytest.raises(ValueError, match=r"trainer.teacher.model.path is .*teacher: its attention heads have size 48"):
         check_scoring_models(trainer, tiny_tokenizer(), "cpu")
+    split = load_config([*given, "trainer.teacher.inference_engine_tensor_parallel_size=3"]).trainer
+    with pytest.raises(ValueError, match=r"inference_engine_tensor_parallel_size is 3: it must divide the model's 4"):
+        check_scoring_models(split, tiny_tokenizer(), "cuda")
 
 
 @pytest.mark.parametrize(

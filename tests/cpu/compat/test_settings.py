@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from skyrl_train.compat.losses import algorithm_config
 from skyrl_train.compat.settings import config_of, translate_arguments, translated
-from skyrl_train.config import ConfigError, load_config
+from skyrl_train.config import ConfigError, load_config, main_config, to_yaml
 from skyrl_train.entrypoints.main_base import config_dir, validate_cfg
 from tests.support.hydra_main import composed
 from tests.support.old_functions import registered
@@ -190,13 +191,17 @@ def test_keys_of_0_4_on_the_command_line_depend_on_the_yaml_of_the_program(tmp_p
     assert [line.split()[-3] for line in done.stdout.splitlines() if line.startswith("4 (")] == ["16", "32"]
 
 
-def test_modules_of_registered_functions_are_imported_by_all_processes_and_get_all_keys():
+def test_modules_of_registered_functions_are_imported_by_all_processes_and_get_all_keys(tmp_path: Path):
     with registered():
         cfg: Any = composed("trainer.algorithm.policy_loss_type=old_clip", "+trainer.algorithm.mine=2")
         validate_cfg(cfg)
         assert cfg.trainer.custom_modules == ["tests.support.old_functions"]
         config = config_of(cfg)
+        written = yaml.safe_load(to_yaml(config))["trainer"]["algorithm"]["parameters"]
+        (file := tmp_path / "config.yaml").write_text(to_yaml(config))
+        longer = main_config([f"--config-file={file}", "generator.sampling_params.max_generate_length=8192"])
     assert config.trainer.algorithm.parameters == {"mine": 2, "max_seq_len": 1536}
+    assert written == {"mine": 2} and longer.trainer.algorithm.parameters == {"mine": 2, "max_seq_len": 512 + 8192}
 
 
 def test_nested_keys_of_the_program_reach_the_function_with_their_path():

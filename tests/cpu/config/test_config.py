@@ -338,6 +338,18 @@ def test_what_a_written_config_derives_follows_the_keys_that_change(project: Pat
     assert trainer.export_path == "mine", "what was set stays"
 
 
+def test_an_experiment_overrides_what_a_written_config_derives(project: Path):
+    """The file has the default environment, which follows other keys, and the experiment its own."""
+    (project / "config.yaml").write_text(to_yaml(load_config([])))
+    for experiment in ("search", "quickstart"):
+        own = load_config([f"+experiment={experiment}"])
+        config = main_config(["--config-file", "config.yaml", f"+experiment={experiment}"])
+        assert config.environment == own.environment and config.generator == own.generator
+        assert config.trainer.ref == own.trainer.ref
+    command = ["--config-file", "config.yaml", "+experiment=search", "environment.env_class=text2sql"]
+    assert main_config(command).environment.env_class == "text2sql"
+
+
 def test_a_secret_is_read_and_never_written_out(project: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_KEY", "xyzzy")
     config = load_config(["generator.http_api_key=${oc.env:MY_KEY}"])

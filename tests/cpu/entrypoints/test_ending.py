@@ -92,12 +92,15 @@ def test_a_fault_of_the_report_does_not_end_the_run(tmp_path: Path, monkeypatch:
 def test_the_resuming_command_is_the_old_one_without_its_checkpoint_and_its_secrets():
     argv = ["+experiment=a", "trainer.resume_mode=from_path", "+trainer.resume_path=x", "extra.note='a b'"]
     argv.append("generator.http_api_key=hidden")
-    command = resume_command("skyrl_train.entrypoints.main_base", argv, secrets_of({"http_api_key": "hidden"}))
+    command = resume_command(
+        "skyrl_train.entrypoints.main_base", argv, secrets_of({"http_api_key": "hidden"}), has_path=True
+    )
     assert command == (
         "python -m skyrl_train.entrypoints.main_base +experiment=a 'extra.note='\"'\"'a b'\"'\"'' "
-        "'generator.http_api_key=***' trainer.resume_mode=latest"
+        "'generator.http_api_key=***' trainer.resume_mode=latest trainer.resume_path=null"
     )
-    assert resume_command("m", None, secrets_of({})) == "run it again with trainer.resume_mode=latest"
+    assert resume_command("m", ["a=1"], secrets_of({}), has_path=False) == "python -m m a=1 trainer.resume_mode=latest"
+    assert resume_command("m", None, secrets_of({}), has_path=False) == "run it again with trainer.resume_mode=latest"
 
 
 def test_only_before_training_begins_does_an_exit_stand_for_a_signal(tmp_path: Path):

@@ -280,6 +280,18 @@ def test_an_interrupt_while_the_experiment_is_prepared_is_no_stack(
     assert capsys.readouterr().out == "interrupted\n"
 
 
+@pytest.mark.parametrize(
+    "override",
+    ["trainer.prepare=exits:function", "trainer.custom_modules=[exits_now]", "data.row_fn=exits:function"],
+)
+def test_an_exit_in_code_of_the_user_is_an_error(override: str, world: Path, capsys: pytest.CaptureFixture[str]):
+    """With the code 0 a scheduler would take a run that never began for one that ended."""
+    (world / "exits.py").write_text("import sys\ndef function(given):\n    sys.exit()\n")
+    (world / "exits_now.py").write_text("import sys\nsys.exit()\n")
+    message = error(capsys, override)
+    assert "exits.py:3 called sys.exit(None) before the start" in message or "exits_now, which cannot be" in message
+
+
 def test_a_config_that_is_printed_starts_nothing(world: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
         main_base.main(["+experiment=tiny", "--cfg", "job"])
