@@ -175,7 +175,7 @@ def engine_argument_problems(generator: GeneratorConfig) -> Iterator[str]:
                 f"{given}: training samples must come from the distribution that the trainer computes, but "
                 f"{OTHER_DISTRIBUTION[name]}. Remove {name}"
             )
-        elif name == "speculative_config" and value is not None and not isinstance(value, Mapping):
+        elif name == "speculative_config" and not isinstance(value or {}, Mapping):
             yield f"{given}: write its fields, as in {{method: ngram, num_speculative_tokens: 2}}"
         elif name == "speculative_config" and (value or {}).get("rejection_sample_method") == "synthetic":
             yield f"{given}: synthetic acceptance keeps tokens that the model did not sample. Use the method standard"

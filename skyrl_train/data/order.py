@@ -120,6 +120,16 @@ class Order(Generic[Row]):
         return torch.randperm(len(self._rows), generator=generator).tolist()
 
 
+def row_of(rows: Mapping[str, Row], uid: str) -> Row:
+    """A row that a checkpoint names. Args: rows: by uid. Raises: ValueError."""
+    if uid not in rows:
+        raise ValueError(
+            f"cannot resume: the checkpoint names the row {uid}, which is not among this run's training rows. Use the "
+            "data, and the settings that filter it, with which the checkpoint was written"
+        )
+    return rows[uid]
+
+
 def _bytes(row: object) -> bytes:
     """Bytes that differ if rows do; of values that JSON does not have, only the type counts."""
     if isinstance(row, Tensor):

@@ -15,18 +15,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
 
 from rich.console import Console
-from rich.markup import escape
 
 from skyrl_train.config.errors import ConfigError
 from skyrl_train.config.program import Program, secrets_in
-from skyrl_train.config.redaction import BY_NAME, Secrets, hidden_in_logs, secrets_of
+from skyrl_train.config.redaction import Secrets, hidden_in_logs
 from skyrl_train.config.training import RunConfig
-from skyrl_train.entrypoints.ending import last_lines, print_report, resume_command
+from skyrl_train.entrypoints.ending import last_lines, print_error, print_report, report_failure, resume_command
 from skyrl_train.imports import imported, quick_imports, require_working_torchvision
 from skyrl_train.tracking import loop_watch
 from skyrl_train.tracking.console import lossy_stdout
@@ -278,35 +276,9 @@ async def _until_signal(
     return received[0] if received else None
 
 
-def report_failure(
-    error: Exception, run_dir: RunDir | None, console: Console, secrets: Secrets = BY_NAME, moved_from: str = ""
-) -> None:
-    """Print the error; the traceback goes into the run's folder, if there is one. Args: moved_from: the folder in which
-    the error's log files were before it gave way to an earlier run."""
-    message, where = str(error), ""
-    if run_dir is not None and moved_from:
-        message = message.replace(f"{Path(moved_from).expanduser().resolve()}/", f"{run_dir.path}/")
-    if run_dir is not None:
-        path, stack = run_dir.logs / "driver.log", secrets.text("".join(traceback.format_exception(error)))
-        try:
-            with path.open("a") as file:
-                file.write(stack)
-            where = f"\nFull traceback: {path}"
-        except OSError as full:
-            where = f"\n{path} could not be written ({full}). Full traceback:\n{stack}"
-    kind = "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
-    print_error(f"{kind}{message}{where}", console, secrets)
-
-
 def prints_help(argv: Sequence[str], text: str | None, console: Console) -> bool:
     """Print a help text, if the arguments ask for it or there are none; return whether they do."""
     if argv and not {"-h", "--help"}.intersection(argv):
         return False
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     return True
-
-
-def print_error(message: str, console: Console, secrets: Secrets | None = None) -> None:
-    """Print a message with its secrets masked. Args: secrets: by default those of the environment."""
-    shown = (secrets or secrets_of({})).text(message)
-    console.print(f"[bold red]error:[/] {escape(shown)}", highlight=False, soft_wrap=True)

@@ -1,15 +1,17 @@
-"""Last lines of a run on the console: its report, where its model is, and the command that resumes it."""
+"""Last lines of a run on the console: its error or report, where its model is, and the command that resumes it."""
 
 from __future__ import annotations
 
 import contextlib
 import shlex
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
-from skyrl_train.config.redaction import Secrets
+from skyrl_train.config.redaction import BY_NAME, Secrets, secrets_of
 from skyrl_train.hf.checkpoint import export_sum
 from skyrl_train.tracking.run_dir import RunDir
 from skyrl_train.trainer.run_state import load_checkpoint
@@ -73,3 +75,29 @@ def resume_command(module: str, argv: Sequence[str] | None, secrets: Secrets, *,
     kept = [secrets.argument(text) for text in argv if text.lstrip("+").partition("=")[0] not in RESUMING]
     own = ["trainer.resume_mode=latest", *(["trainer.resume_path=null"] if has_path else [])]
     return shlex.join(["python", "-m", module, *kept, *own])
+
+
+def report_failure(
+    error: Exception, run_dir: RunDir | None, console: Console, secrets: Secrets = BY_NAME, moved_from: str = ""
+) -> None:
+    """Print the error; the traceback goes into the run's folder, if there is one. Args: moved_from: the folder in which
+    the error's log files were before it gave way to an earlier run."""
+    message, where = str(error), ""
+    if run_dir is not None and moved_from:
+        message = message.replace(f"{Path(moved_from).expanduser().resolve()}/", f"{run_dir.path}/")
+    if run_dir is not None:
+        path, stack = run_dir.logs / "driver.log", secrets.text("".join(traceback.format_exception(error)))
+        try:
+            with path.open("a") as file:
+                file.write(stack)
+            where = f"\nFull traceback: {path}"
+        except OSError as full:
+            where = f"\n{path} could not be written ({full}). Full traceback:\n{stack}"
+    kind = "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
+    print_error(f"{kind}{message}{where}", console, secrets)
+
+
+def print_error(message: str, console: Console, secrets: Secrets | None = None) -> None:
+    """Print a message with its secrets masked. Args: secrets: by default those of the environment."""
+    shown = (secrets or secrets_of({})).text(message)
+    console.print(f"[bold red]error:[/] {escape(shown)}", highlight=False, soft_wrap=True)

@@ -22,7 +22,8 @@ from rich.console import Console
 from skyrl_train.config.errors import ConfigError
 from skyrl_train.config.policy import LoraConfig, MegatronConfig
 from skyrl_train.config.schema import build
-from skyrl_train.entrypoints.command import guarded, print_error, prints_help
+from skyrl_train.entrypoints.command import guarded, prints_help
+from skyrl_train.entrypoints.ending import print_error
 from skyrl_train.hf.checkpoint import INDEX
 from skyrl_train.hf.download import download
 from skyrl_train.hf.hub import local_folder

@@ -23,7 +23,8 @@ from rich.console import Console
 from skyrl_train.config import Config
 from skyrl_train.config.program import secrets_in
 from skyrl_train.config.rl import RL
-from skyrl_train.entrypoints.command import Command, guarded, prepare, print_error, report_failure
+from skyrl_train.entrypoints.command import Command, guarded, prepare
+from skyrl_train.entrypoints.ending import print_error, report_failure
 from skyrl_train.service.checks import check_service
 from skyrl_train.service.queue import ServiceBroken
 from skyrl_train.tracking.run_dir import read_record

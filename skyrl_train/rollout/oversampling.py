@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from skyrl_train.cancellation import cancel, has_result
-from skyrl_train.data.order import Order
+from skyrl_train.data.order import Order, row_of
 from skyrl_train.rollout.collect import Progress, Silent
-from skyrl_train.rollout.source import GroupSource, OnPolicySource, SourceParts, SourceState, row_of
+from skyrl_train.rollout.source import GroupSource, OnPolicySource, SourceParts, SourceState
 from skyrl_train.types import Group, Metrics, Prompt, Sample
 
 MAX_CANCELLED = 2

@@ -25,16 +25,6 @@ SourceState = dict[str, Any]
 """JSON values that determine what comes next, for checkpoints."""
 
 
-def row_of(rows: Mapping[str, Prompt], uid: str) -> Prompt:
-    """A row that a checkpoint names. Args: rows: by uid. Raises: ValueError."""
-    if uid not in rows:
-        raise ValueError(
-            f"cannot resume: the checkpoint names the row {uid}, which is not among this run's training rows. Use the "
-            "data, and the settings that filter it, with which the checkpoint was written"
-        )
-    return rows[uid]
-
-
 class Resumable(Protocol):
     """A source whose position checkpoints store. Checkpoints are written between steps."""
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from skyrl_train.cancellation import cancel
-from skyrl_train.data.order import Order
+from skyrl_train.data.order import Order, row_of
 from skyrl_train.rollout.admission import Ledger
 from skyrl_train.rollout.collect import Silent, task_name
-from skyrl_train.rollout.source import SourceParts, SourceState, row_of
+from skyrl_train.rollout.source import SourceParts, SourceState
 from skyrl_train.rollout.streaming.buffer import Buffer, Finished, Ticket
 from skyrl_train.rollout.streaming.measures import StreamMetrics
 from skyrl_train.rollout.streaming.saved_groups import SavedGroup, from_bytes, to_bytes

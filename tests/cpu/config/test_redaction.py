@@ -19,7 +19,7 @@ from skyrl_train.config.rl import RL
 from skyrl_train.config.schema import key_types, rules
 from skyrl_train.config.sft import SFT
 from skyrl_train.config.values import SecretText
-from skyrl_train.entrypoints.command import print_error
+from skyrl_train.entrypoints.ending import print_error
 from skyrl_train.tracking.changes import changed_values
 from skyrl_train.tracking.run_dir import create_run_dir
 

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from skyrl_train.entrypoints import command, main_base, run
+from skyrl_train.entrypoints.ending import report_failure
 from tests.support.jobs import write_world
 
 CONSTRUCTORS = """
@@ -307,6 +308,6 @@ def test_a_full_disk_does_not_hide_the_error_that_ended_the_run(capsys: pytest.C
             raise OSError("No space left on device")
 
     run_dir: Any = SimpleNamespace(logs=FullDisk())
-    command.report_failure(RuntimeError("engine-0 died"), run_dir, Console())
+    report_failure(RuntimeError("engine-0 died"), run_dir, Console())
     printed = capsys.readouterr().out
     assert "error: engine-0 died" in printed and "No space left" in printed and "RuntimeError: engine-0 died" in printed
