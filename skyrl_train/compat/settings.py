@@ -7,6 +7,7 @@ stay in the `DictConfig`, and are in `extra` of the typed configuration.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -138,28 +139,31 @@ def config_of(cfg: DictConfig) -> Config:
 def _typed(cfg: DictConfig) -> tuple[Config, Translation]:
     """`config_of`, and the translation of what is not from the command line."""
     plain, kinds = resolved(cfg), key_types(Config)
-    algorithm = plain["trainer"]["algorithm"]
-    reads_all = _reads_all(plain["trainer"]["custom_modules"], algorithm)
+    leaves = dict(_leaves(plain, kinds))
+    foreign = {key: value for key, value in leaves.items() if key not in kinds}
+    old = {key: value for key, value in foreign.items() if key.partition(".")[0] in kinds and table().find(key)}
+    given = _given(cfg, plain)
+    of_values = {key: value for key, value in given.items() if table().find(key, patterns=False) is not None}
+    known = {key: value for key, value in leaves.items() if key in kinds and not key.startswith(IF_SET)}
+    overrides = [parse(f"++{key}={literal(value)}") for key, value in (old | of_values).items()]
+    overrides, translation = translate(overrides, Config, given, known, IN_PROGRAM)
+    if translation.problems:
+        raise ConfigError(translation.problems)
+    translated = copy.deepcopy(cfg)
+    for override in overrides:  # before keys that refer to these are resolved
+        OmegaConf.update(translated, override.key_or_group, override.value(), force_add=True)
+    plain = resolved(translated)
+    reads_all = _reads_all(plain["trainer"]["custom_modules"], plain["trainer"]["algorithm"])
     values: dict[str, Any] = {}
-    old: dict[str, Any] = {}
     for key, value in _leaves(plain, kinds):
         if key in kinds:
             _place(values, key, value)
-        elif key.partition(".")[0] in kinds and table().find(key) is not None:
-            old[key] = value
+        elif key in old:
+            continue
         elif key.startswith(ALGORITHM) and reads_all:
             _place(values, f"{ALGORITHM}parameters.{key.removeprefix(ALGORITHM)}", value)
         elif key != MAX_SEQ_LEN:
             _place(values, f"extra.{key}", value)
-    given = _given(cfg, plain) if old else {}
-    old |= {key: value for key, value in given.items() if table().find(key, patterns=False) is not None}
-    overrides = [parse(f"++{key}={literal(value)}") for key, value in old.items()]
-    known = {key: value for key, value in _leaves(plain, kinds) if key in kinds and not key.startswith(IF_SET)}
-    overrides, translation = translate(overrides, Config, given, known, IN_PROGRAM)
-    if translation.problems:
-        raise ConfigError(translation.problems)
-    for override in overrides:
-        _place(values, override.key_or_group, override.value())
     return RL.built(values), translation
 
 

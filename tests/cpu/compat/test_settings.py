@@ -204,6 +204,25 @@ def test_modules_of_registered_functions_are_imported_by_all_processes_and_get_a
     assert written == {"mine": 2} and longer.trainer.algorithm.parameters == {"mine": 2, "max_seq_len": 512 + 8192}
 
 
+def test_keys_that_refer_to_translated_ones_follow_them_as_on_a_command_line():
+    cfg: Any = composed(ROWS[0])
+    OmegaConf.update(cfg, "generator.model_name", "mine", force_add=True)
+    trainer = config_of(cfg).trainer
+    assert trainer.policy.model.path == trainer.ref.model.path == trainer.critic.model.path == "mine"
+    cfg = composed(*ROWS)
+    OmegaConf.update(cfg, "trainer.fully_async.max_staleness_steps", 4, force_add=True)
+    assert config_of(cfg).trainer == load_config([*ROWS, "trainer.source=streaming", "trainer.max_staleness=4"]).trainer
+
+
+def test_values_of_0_4_in_the_program_are_translated_without_keys_of_0_4():
+    cfg: Any = composed(*ROWS, "trainer.ref.model.path=teacher", "trainer.algorithm.use_kl_loss=false")
+    OmegaConf.update(cfg, "generator.sampling_params.stop", None)
+    OmegaConf.update(cfg, "trainer.algorithm.advantage_estimator", "no_op")
+    config = config_of(cfg)
+    assert config.generator.sampling_params.stop == config.generator.eval_sampling_params.stop == ()
+    assert config.trainer.teacher.model.path == "teacher"
+
+
 def test_nested_keys_of_the_program_reach_the_function_with_their_path():
     own = ("+trainer.algorithm.mine.alpha=0.1", "+trainer.algorithm.mine.deep.beta=2", "+trainer.algorithm.sapo.own=3")
     with registered():
