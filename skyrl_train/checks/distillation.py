@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Set
 from string import Formatter
 from typing import Any
 
@@ -12,6 +13,7 @@ from skyrl_train.checks.engines import SERVER_URL, api_key_problems
 from skyrl_train.config import Config
 from skyrl_train.config.algorithm import AlgorithmConfig
 
+log = logging.getLogger(__name__)
 HINT = "trainer.algorithm.distillation.distillation_hint"
 
 
@@ -38,6 +40,24 @@ def teacher_problems(config: Config) -> Iterator[str]:
         )
     if hint is None:
         yield f"trainer.teacher.backend is policy: without a hint, policy and teacher would be identical. Set {HINT}"
+
+
+def check_data_sources(config: Config, sources: Set[str]) -> None:
+    """Warn of teachers of a data source that no row has. Args: sources: of the training rows.
+    Raises: ValueError if a row's data source has no teacher.
+    """
+    model, key = config.trainer.teacher.model, "trainer.teacher.model.path_of_data_source"
+    named = model.path_of_data_source
+    if not named or not sources:
+        return
+    shown = ", ".join(sorted(sources)[:4])
+    if unused := sorted(named.keys() - sources):
+        log.warning("%s has %s, which no training row has as data source (%s)", key, ", ".join(unused), shown)
+    if model.path is None and (missing := sorted(sources - named.keys())):
+        raise ValueError(
+            f"the data source {missing[0]} has no teacher. Add it to {key}, or set trainer.teacher.model.path, the "
+            "teacher of all others"
+        )
 
 
 def _served_problems(config: Config) -> Iterator[str]:

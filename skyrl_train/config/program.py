@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,10 +125,23 @@ class Program(Generic[T]):
         return compose.base_yaml(self.schema, self.base)
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes text so that OmegaConf reads it back: it takes 1e3 for a number, unlike YAML 1.1, and `${` for a
+    reference.
+    """
+
+
+_Dumper.yaml_implicit_resolvers = copy.deepcopy(yaml.SafeDumper.yaml_implicit_resolvers)
+_EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+_Dumper.add_representer(str, lambda dumper, text: dumper.represent_str(text.replace("${", "\\${")))
+
+
 def to_yaml(config: Any) -> str:
     """YAML of every value, secrets masked, which `--config-file` reads."""
     values = dataclasses.asdict(getattr(config, "written", config))
-    return yaml.safe_dump(secrets_of(values).plain(values), sort_keys=False, allow_unicode=True)
+    plain = secrets_of(values).plain(values)
+    return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def secrets_in(config: Any) -> Secrets:

@@ -10,6 +10,7 @@ from functools import partial
 
 from rich.console import Console
 
+from skyrl_train.checks.distillation import check_data_sources
 from skyrl_train.checks.engines import check_vllm
 from skyrl_train.checks.model_folder import check_scoring_models
 from skyrl_train.checks.staleness import double_weight_warning, quantization_warning, treatment_of_quantization
@@ -67,6 +68,8 @@ class Experiment(Run[Config, Processes]):
         check_vllm(config, self.model_config, known_device_type())
         self._check_environments()
         self._check_conversations()
+        if config.trainer.source in SOURCES:  # another may give other rows
+            check_data_sources(config, {prompt.data_source for prompt in self.train_prompts})
 
     @property
     def _has_default_rollout(self) -> bool:

@@ -14,6 +14,7 @@ from transformers import Gemma3Config, PretrainedConfig
 from skyrl_train.batching.hinted import with_prompts
 from skyrl_train.batching.limits import MicroBatchLimits
 from skyrl_train.batching.split import split
+from skyrl_train.checks.distillation import check_data_sources
 from skyrl_train.cluster.pool.settings import all_engine_settings, teacher_engine_settings
 from skyrl_train.cluster.ranks import shards as shards_module
 from skyrl_train.cluster.ranks.scorer_group import ScorerGroup
@@ -146,6 +147,17 @@ def test_teachers_of_one_path_are_one_model(monkeypatch: pytest.MonkeyPatch):
 def test_a_data_source_without_a_teacher_ends_the_run(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match=r"data source poems has no teacher. Add it to .*path_of_data_source, or set"):
         scored(monkeypatch, "trainer.teacher.model.path_of_data_source={math: m, code: c}")
+
+
+def test_data_sources_of_rows_and_of_teachers_are_compared_before_anything_starts(caplog: pytest.LogCaptureFixture):
+    sources, path = "trainer.teacher.model.path_of_data_source={math: m, code: c}", "trainer.teacher.model.path=a"
+    check_data_sources(load_config([sources]), {"math", "code"})
+    check_data_sources(load_config([path]), {"math", "code"})
+    assert not caplog.records
+    with pytest.raises(ValueError, match=r"data source maths has no teacher. Add it to .*path_of_data_source, or set"):
+        check_data_sources(load_config([sources]), {"maths", "code"})
+    check_data_sources(load_config([sources, path]), {"maths", "code"})
+    assert "has math, which no training row has as data source (code, maths)" in caplog.text
 
 
 def test_the_signals_of_several_teachers_are_added_by_field():
