@@ -47,8 +47,8 @@ line is `# @package _global_`, and it holds only what differs from the base. It 
 
 An unknown key, a wrong type or a value that is not allowed is an error that names the key, its origin and the nearest
 valid key. Keys of type "mapping" accept any key below them: `generator.engine_init_kwargs.block_size=32`; arguments
-that the installed vLLM or Megatron does not have are errors too. A value such as `data.columns={prompt: question}` is added to that of
-an experiment; `~data.columns.prompt` removes an entry.
+that the installed vLLM or Megatron does not have are errors too. A mapping such as `data.columns={prompt: question}` is
+added to that of an experiment; `~data.columns.prompt` removes an entry.
 A single value is read as a list of one. Quote text that looks like a number: `trainer.run_name="'7'"`.
 """
 SFT_HEAD = """# Configuration of supervised fine-tuning

@@ -52,6 +52,13 @@ def _source(module: ModuleType) -> bytes | None:
         return None
 
 
+def reason_of(error: BaseException) -> str:
+    """Why a module could not be imported."""
+    if isinstance(error, SystemExit):
+        return f"it called sys.exit({error.code!r})"
+    return f"{type(error).__name__}: {error}"
+
+
 def imported(key: str, name: str) -> Any:
     """Import the `module:attribute` in `name`. Args: key: its key in the configuration, for the error.
 
@@ -64,7 +71,7 @@ def imported(key: str, name: str) -> Any:
         found = own_module(module)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise ValueError(
-            f"{key} is {name!r}, and {module} cannot be imported ({type(error).__name__}: {error}). The module must be "
+            f"{key} is {name!r}, and {module} cannot be imported ({reason_of(error)}). The module must be "
             "installed, in the working directory or on PYTHONPATH"
         ) from error
     if not hasattr(found, wanted):

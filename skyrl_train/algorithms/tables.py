@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pkgutil import resolve_name
 from typing import Any
 
-from skyrl_train.imports import imported, own_module, require_unedited
+from skyrl_train.imports import imported, own_module, reason_of, require_unedited
 from skyrl_train.spelling import nearest
 
 Function = Callable[..., Any]
@@ -115,7 +115,7 @@ def import_modules(names: Iterable[str]) -> None:
             own_module(name)
         except (Exception, SystemExit) as error:  # a user's module may raise anything
             raise ValueError(
-                f"trainer.custom_modules names {name}, which cannot be imported ({type(error).__name__}: {error}). Its "
+                f"trainer.custom_modules names {name}, which cannot be imported ({reason_of(error)}). Its "
                 "folder must be in PYTHONPATH, or be the one that the program is started in"
             ) from error
         require_unedited(name)

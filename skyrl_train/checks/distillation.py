@@ -22,6 +22,10 @@ def teacher_problems(config: Config) -> Iterator[str]:
     trainer, teacher = config.trainer, config.trainer.teacher
     hint = trainer.algorithm.distillation.distillation_hint
     for source, path in teacher.model.path_of_data_source.items():
+        if not isinstance(source, str):
+            yield (
+                f"trainer.teacher.model.path_of_data_source has {source!r}: data sources are text. Put quotes around it"
+            )
         if not isinstance(path, str) or not path:
             yield f"trainer.teacher.model.path_of_data_source.{source} is {path}: it must be the path of a model"
     if hint is not None:
@@ -52,7 +56,7 @@ def check_data_sources(config: Config, sources: Set[str]) -> None:
         return
     shown = ", ".join(sorted(sources)[:4])
     if unused := sorted(named.keys() - sources):
-        log.warning("%s has %s, which no training row has as data source (%s)", key, ", ".join(unused), shown)
+        log.warning("%s names %s, but the training rows have the data sources %s", key, ", ".join(unused), shown)
     if model.path is None and (missing := sorted(sources - named.keys())):
         raise ValueError(
             f"the data source {missing[0]} has no teacher. Add it to {key}, or set trainer.teacher.model.path, the "

@@ -23,7 +23,7 @@ from skyrl_train.hf.hub import seen_from_anywhere
 
 log = logging.getLogger(__name__)
 GRACE_S = 60.0
-"""Seconds for a node to start a process and answer, also with its own, more specific timeout."""
+"""Seconds for a node to start a process; added to a timeout of its own, so that its more specific error comes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,8 @@ async def _missing_on(node: str, probes: Mapping[str, str]) -> list[str]:
     try:
         return await asyncio.wait_for(on_node(node, _missing, probes), GRACE_S)
     except (TimeoutError, RayError) as error:
-        reason = f"no answer within {GRACE_S:g} s" if isinstance(error, TimeoutError) else error
+        is_late = isinstance(error, TimeoutError)
+        reason = f"no answer within {GRACE_S:g} s" if is_late else getattr(error, "cause", error)
         raise ValueError(f"node {_address(node)} cannot say if it sees {', '.join(probes)}: {reason}") from error
 
 

@@ -25,7 +25,7 @@ from skyrl_train.compat.registries import registering_modules
 from skyrl_train.config import Config, ConfigError
 from skyrl_train.config.compose import resolved, values_of
 from skyrl_train.config.files import chosen_files, is_shipped
-from skyrl_train.config.overrides import hydra_line, literal, parse
+from skyrl_train.config.overrides import escaped, hydra_line, literal, parse
 from skyrl_train.config.rl import RL
 from skyrl_train.config.schema import field_types, is_free_form, key_types
 from skyrl_train.config.skyrl_04.notice import report
@@ -145,7 +145,7 @@ def _typed(cfg: DictConfig) -> tuple[Config, Translation]:
     given = _given(cfg, plain)
     of_values = {key: value for key, value in given.items() if table().find(key, patterns=False) is not None}
     known = {key: value for key, value in leaves.items() if key in kinds and not key.startswith(IF_SET)}
-    overrides = [parse(f"++{key}={literal(value)}") for key, value in (old | of_values).items()]
+    overrides = [parse(f"++{key}={literal(escaped(value))}") for key, value in (old | of_values).items()]
     overrides, translation = translate(overrides, Config, given, known, IN_PROGRAM)
     if translation.problems:
         raise ConfigError(translation.problems)

@@ -77,6 +77,15 @@ def literal(value: Any) -> str:
     return repr(value)
 
 
+def escaped(value: Any) -> Any:
+    """A value in which OmegaConf reads each `${` as text."""
+    if isinstance(value, Mapping):
+        return {key: escaped(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [escaped(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
 def _mapping_key(name: str) -> str:
     return re.sub(r"([^\w.-])", r"\\\1", name)
 

@@ -17,7 +17,7 @@ from skyrl_train.algorithms.tables import import_modules
 from skyrl_train.config import compose
 from skyrl_train.config.errors import ConfigError
 from skyrl_train.config.files import experiments, shipped_folder
-from skyrl_train.config.overrides import parse
+from skyrl_train.config.overrides import escaped, parse
 from skyrl_train.config.redaction import Secrets, secrets_of
 from skyrl_train.config.schema import build
 from skyrl_train.config.skyrl_04.notice import report
@@ -126,21 +126,18 @@ class Program(Generic[T]):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text so that OmegaConf reads it back: it takes 1e3 for a number, unlike YAML 1.1, and `${` for a
-    reference.
-    """
+    """Quotes text that OmegaConf, unlike YAML 1.1, takes for a number: 1e3."""
 
 
 _Dumper.yaml_implicit_resolvers = copy.deepcopy(yaml.SafeDumper.yaml_implicit_resolvers)
 _EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
-_Dumper.add_representer(str, lambda dumper, text: dumper.represent_str(text.replace("${", "\\${")))
 
 
 def to_yaml(config: Any) -> str:
     """YAML of every value, secrets masked, which `--config-file` reads."""
     values = dataclasses.asdict(getattr(config, "written", config))
-    plain = secrets_of(values).plain(values)
+    plain = escaped(secrets_of(values).plain(values))
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 

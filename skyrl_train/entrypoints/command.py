@@ -10,7 +10,6 @@ import contextlib
 import logging
 import signal
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from skyrl_train.config.program import Program, secrets_in
 from skyrl_train.config.redaction import Secrets, hidden_in_logs
 from skyrl_train.config.training import RunConfig
 from skyrl_train.entrypoints.ending import last_lines, print_error, print_report, report_failure, resume_command
+from skyrl_train.faults import where
 from skyrl_train.imports import imported, quick_imports, require_working_torchvision
 from skyrl_train.tracking import loop_watch
 from skyrl_train.tracking.console import lossy_stdout
@@ -145,8 +145,8 @@ def prepare(command: Command[T], config: T) -> None:
     command.check(config, None, False)
     with _config_errors():
         target = imported("trainer.prepare", config.trainer.prepare)
-        with _no_exit():
-            target(config)
+    with _no_exit():
+        target(config)
 
 
 def run(
@@ -231,9 +231,8 @@ def _no_exit() -> Iterator[None]:
     try:
         yield
     except SystemExit as end:
-        frames = traceback.extract_tb(end.__traceback__)
-        place = f"{frames[-1].filename}:{frames[-1].lineno}"
-        raise ValueError(f"{place} called sys.exit({end.code!r}) before the start. Raise an error instead") from end
+        problem = f"sys.exit({end.code!r}) was called before the start{where(end, __file__)}. Raise an error instead"
+        raise ConfigError([problem]) from end
 
 
 async def _until_signal(

@@ -70,10 +70,10 @@ def resume_command(module: str, argv: Sequence[str] | None, secrets: Secrets, *,
     """Command line that resumes the run of these arguments. Args: argv: None for a run from a script; has_path: whether
     its configuration sets trainer.resume_path, perhaps in a file.
     """
-    if argv is None:
-        return "run it again with trainer.resume_mode=latest"
-    kept = [secrets.argument(text) for text in argv if text.lstrip("+").partition("=")[0] not in RESUMING]
     own = ["trainer.resume_mode=latest", *(["trainer.resume_path=null"] if has_path else [])]
+    if argv is None:
+        return f"run it again with {' '.join(own)}"
+    kept = [secrets.argument(text) for text in argv if text.lstrip("+").partition("=")[0] not in RESUMING]
     return shlex.join(["python", "-m", module, *kept, *own])
 
 

@@ -131,7 +131,7 @@ class Generation(Experiment):
             at_end.callback(tracker.close)
             rollout = self.get_rollout(self.get_env_pool(at_end))
             samples = self.get_samples(run_dir, tracker, at_end)
-            # No source of the run's own watches the rollouts here.
+            # There is no source here that would watch the rollouts.
             collector = self._watched(self.get_collector(processes.engines.generate, rollout))
             evaluation = self.get_evaluation(collector, samples)
             progress = ConsoleProgress(self._console, "evaluate")

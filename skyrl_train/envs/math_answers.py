@@ -28,6 +28,7 @@ class MathVerifyEnv(BaseTextEnv):
             raise ValueError("math-verify is not installed. Run pip install 'skyrl_train[math]'")
         truth = str(extras["reward_spec"]["ground_truth"])
         self._truth = [answer for form in _forms(truth) for answer in _parsed(form)]
+        self._truth += [truth.strip()] if SCIENTIFIC.fullmatch(truth) else []  # written as here
         if not self._truth:
             raise ValueError(f"reward_spec.ground_truth is {truth!r}: math-verify finds no answer in it")
 
@@ -44,7 +45,7 @@ def _forms(truth: str) -> Iterator[str]:
     """The ground truth as LaTeX that math-verify reads: it takes the e of 1e-05 for Euler's number, large numbers with
     and without an exponent for different ones, and in boxes a percentage with and without a backslash, too.
     """
-    forms = [truth, PERCENT.sub(r"\\%", truth)]
+    forms = [truth, PERCENT.sub(r"\\%", truth), truth.replace(r"\%", "%")]
     if number := SCIENTIFIC.fullmatch(truth):
         forms = [f"{Decimal(truth):f}", f"{number['mantissa']} \\times 10^{{{int(number['exponent'])}}}"]
     for form in dict.fromkeys(forms):

@@ -124,8 +124,8 @@ def row_problem(env_class: str, env_config: Any, extras: Mapping[str, Any]) -> s
 def aggregate_env_metrics(env_class: str, metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Metrics of many samples, aggregated by the environment's `aggregate_metrics`.
 
-    If that raises, there are none and the error is logged: the samples may be trained already. Metrics of samples that
-    are of no environment are averaged.
+    If that raises, there are none and the error is logged: the samples may be trained already. Metrics of samples
+    whose env_class names no environment are averaged.
     """
     default = BaseTextEnv.aggregate_metrics  # averages only numbers of Python
     try:

@@ -131,7 +131,7 @@ class Colocated(Residency):
         except RemoteFailed:
             if self._engines.up:
                 raise
-            with contextlib.suppress(RemoteFailed):  # it says once more that none is left, when all have ended
+            with contextlib.suppress(RemoteFailed):  # waits until the dead engines have ended, then says so
                 await self._engines.admit_replacements()
             self._engines_are = "without weights"
             await self.for_training()

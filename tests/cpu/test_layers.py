@@ -40,7 +40,7 @@ MAY_IMPORT = {
     # processes: ranks are named to them as text (module:class), so cluster imports no Megatron
     "cluster": "types cancellation config device imports file_sum ranks stores algorithms hf weight_sync engines",
     # what a run will take; Megatron's and the engines' own rules, without their packages
-    "forecast": "config device algorithms checks hf engines megatron cluster",
+    "forecast": "config device ranks algorithms checks hf engines megatron cluster",
     # the driver
     "trainer": (
         "types cancellation config file_sum ranks algorithms hf weight_sync tracking data batching rollout cluster"

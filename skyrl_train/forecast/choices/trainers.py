@@ -19,6 +19,7 @@ from skyrl_train.forecast.duration import PhaseTime
 from skyrl_train.forecast.forecast import Forecast, Inputs, forecast
 from skyrl_train.forecast.parts import ENGINE, PhaseMemory
 from skyrl_train.hf.matrices import layers
+from skyrl_train.ranks import pad_multiple
 
 MICRO_BATCHES = (32_768, 16_384, 8_192, 4_096)
 """Tokens of a micro-batch that are tried, for each context-parallel rank. Twice the largest makes an update of a small
@@ -145,9 +146,12 @@ def _sizes(inputs: Inputs, megatron: MegatronConfig) -> list[int]:
     given, longest = inputs.config.trainer.max_tokens_per_microbatch, inputs.workload.sample_tokens
     if given is not None:
         return [given]
-    sizes = [max(size * megatron.context_parallel_size, longest) for size in MICRO_BATCHES]
-    # As many of the longest samples fit into a whole multiple, which shorter ones do not exceed.
-    return list(dict.fromkeys(each for size in sizes for each in (size, size // longest * longest)))
+    cp = megatron.context_parallel_size
+    multiple = pad_multiple(megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1, cp)
+    padded = -(-longest // multiple) * multiple
+    sizes = [max(size * cp, longest) for size in MICRO_BATCHES]
+    # A multiple of the longest sample holds as many of them, and leaves no room that shorter samples would fill.
+    return list(dict.fromkeys(each for size in sizes for each in (size, size // padded * padded) if each))
 
 
 def _fewest_layers(inputs: Inputs, option: _Option) -> _Option:

@@ -150,7 +150,7 @@ class Adapter(torch.nn.Module):
             if site.is_expert:
                 # Not whether it is sharded, but whether this rank's copy counts in the norm of the gradient.
                 counts = is_sharded or site.group.rank() == 0
-                # Megatron asks the ranks of dense layers which copy counts: with ETP > TP each would.
+                # Megatron decides by the dense layers' rank which copy counts: with ETP > TP it would count every one.
                 parameter.shared = not counts  # type: ignore[attr-defined]
                 parameter.sum_over_expert_tensor = not is_sharded  # type: ignore[attr-defined]
             else:

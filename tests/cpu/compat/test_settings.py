@@ -221,6 +221,9 @@ def test_values_of_0_4_in_the_program_are_translated_without_keys_of_0_4():
     config = config_of(cfg)
     assert config.generator.sampling_params.stop == config.generator.eval_sampling_params.stop == ()
     assert config.trainer.teacher.model.path == "teacher"
+    cfg = composed(*ROWS)
+    OmegaConf.update(cfg, "environment.skyrl_gym.mine.pattern", r"a \${b} c", force_add=True)
+    assert "a ${b} c" in str(config_of(cfg).environment.skyrl_gym)
 
 
 def test_nested_keys_of_the_program_reach_the_function_with_their_path():

@@ -323,7 +323,8 @@ def test_the_written_config_reads_back_as_the_same_config(project: Path):
     config = load_config(["+experiment=quickstart", "trainer.policy.optimizer_config.lr=1e-6", "trainer.run_name='7'"])
     (project / "config.yaml").write_text(to_yaml(config))
     assert main_config(["--config-file", "config.yaml"]) == config
-    texts = ["1e3", "1e-6", "-2E+5", "1.5e3", "12", "no", "2026-11-30", "a ${b} c", "${x}", "\\", "~", "é", "1_0e2"]
+    texts = ["1e3", "1e-6", "-2E+5", "1.5e3", "12", "no", "2026-11-30", "~", "é", "1_0e2"]
+    texts += ["a ${b} c", "${x}", "\\${x}", "\\frac \\\\${trainer.seed}", "\\"]
     named = dataclasses.replace(config, extra={str(number): text for number, text in enumerate(texts)})
     (project / "texts.yaml").write_text(to_yaml(named))
     assert main_config(["--config-file", "texts.yaml"]).extra == named.extra

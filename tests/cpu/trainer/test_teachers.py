@@ -157,7 +157,7 @@ def test_data_sources_of_rows_and_of_teachers_are_compared_before_anything_start
     with pytest.raises(ValueError, match=r"data source maths has no teacher. Add it to .*path_of_data_source, or set"):
         check_data_sources(load_config([sources]), {"maths", "code"})
     check_data_sources(load_config([sources, path]), {"maths", "code"})
-    assert "has math, which no training row has as data source (code, maths)" in caplog.text
+    assert "names math, but the training rows have the data sources code, maths" in caplog.text
 
 
 def test_the_signals_of_several_teachers_are_added_by_field():
