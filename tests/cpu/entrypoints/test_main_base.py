@@ -287,13 +287,13 @@ def test_an_interrupt_while_the_experiment_is_prepared_is_no_stack(
 )
 def test_an_exit_in_code_of_the_user_is_an_error(override: str, world: Path, capsys: pytest.CaptureFixture[str]):
     """With the code 0 a scheduler would take a run that never began for one that ended."""
-    (world / "exits.py").write_text("import sys\ndef function(given):\n    sys.exit()\n")
-    (world / "exits_now.py").write_text("import sys\nsys.exit()\n")
+    (world / "exits.py").write_text("import sys\ndef function(given):\n    sys.exit(7)\n")
+    (world / "exits_now.py").write_text("import sys\nsys.exit(7)\n")
     message = error(capsys, override)
     if "exits_now" in override:
-        assert "exits_now, which cannot be imported (it called sys.exit(None))" in message
+        assert "exits_now, which cannot be imported (it called sys.exit(7))" in message
     else:
-        assert f"sys.exit(None) was called before the start ({world}/exits.py:3). Raise" in message
+        assert f"sys.exit(7) was called before the start ({world}/exits.py:3). Raise" in message
 
 
 def test_a_config_that_is_printed_starts_nothing(world: Path, capsys: pytest.CaptureFixture[str]):
