@@ -54,7 +54,7 @@ def test_adapters_cost_time_where_they_are():
         seconds(*large, *adapters, shape="qwen3-30b-a3b")
         for adapters in ([], [LORA], [LORA, attention], [LORA, f"{MEGATRON}.recompute_granularity=full"])
     )
-    assert some["update"] == pytest.approx(0.62 * every["update"])
+    assert some["update"] == pytest.approx(0.77 * every["update"])
     assert every["reference"] == some["reference"] == plain["reference"] == pytest.approx(plain["update"] / 3)
     assert some["weight sync"] < every["weight sync"], "fewer weights are merged"
     assert full["update"] == pytest.approx(every["update"] * 1.5, rel=0.01), "a forward pass is half of the FLOPs"
@@ -95,15 +95,30 @@ def test_updates_take_as_long_as_on_h200s(
     shape: str, layers: int | None, samples: int, tokens: int, overrides: list[str], measured: float
 ):
     """As measured by `python -m benchmarks.step --update-only` (docs/readings/gpu_performance.md)."""
-    workload = [
+    found = seconds(*of_samples(samples, tokens), *overrides, shape=shape, layers=layers)
+    assert found["update"] == pytest.approx(measured, rel=0.02)
+
+
+def of_samples(samples: int, tokens: int) -> list[str]:
+    return [
         f"trainer.train_batch_size={samples}",
         f"trainer.policy_mini_batch_size={samples}",
         "generator.n_samples_per_prompt=1",
         f"trainer.max_prompt_length={tokens // 2}",
         f"generator.sampling_params.max_generate_length={tokens // 2}",
     ]
-    found = seconds(*workload, *overrides, shape=shape, layers=layers)
-    assert found["update"] == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("layers", "recompute", "measured"), [(8, [f"{MEGATRON}.recompute_granularity=null"], 0.461), (48, [], 2.95)]
+)
+def test_adapted_experts_take_about_as_long_as_on_h200s(layers: int, recompute: list[str], measured: float):
+    """As measured on a host of 1.44 s (docs/readings/gpu_performance.md, "All 48 layers with LoRA"): one constant for
+    both, with and without recomputation.
+    """
+    large = "trainer.max_tokens_per_microbatch=32768"
+    found = seconds(*of_samples(128, 384), LORA, large, *recompute, shape="qwen3-30b-a3b", layers=layers)
+    assert found["update"] == pytest.approx(measured, rel=0.07)
 
 
 def test_a_weight_sync_takes_as_long_as_on_h200s():
@@ -117,6 +132,11 @@ def test_a_sync_of_many_tensors_takes_as_long_as_on_h200s():
     """As measured by `python -m benchmarks.sync --shape qwen3-30b-a3b --layers 12 --pp 2 --colocate --syncs 10`."""
     found = next(each for each in made(shape="qwen3-30b-a3b", layers=12).times if each.phase == "weight sync")
     assert found.seconds == pytest.approx(0.295, rel=0.1) and found.bound == "host launches for 4,668 tensors"
+
+
+def test_a_sync_of_merged_adapters_takes_as_long_as_on_h200s():
+    """As measured by `python -m benchmarks.step --shape qwen3-30b-a3b --lora 32`."""
+    assert seconds(LORA, shape="qwen3-30b-a3b")["weight sync"] == pytest.approx(1.65, rel=0.02)
 
 
 def test_a_frozen_model_needs_the_same_memory_if_it_is_to_recompute():
