@@ -63,6 +63,12 @@ _NAMED = (
     re.compile(r"(?i)^()([\w-]+)(: *)((?:(?:bearer|basic) +)?[^\s{]+)$"),
 )
 """Text before, name, separator and value: in the query of a URL or a connection string, and in a header."""
+_MASKED = re.compile(rf"(?<![\w*]){re.escape(MASK)}(?![\w*])")
+
+
+def is_masked(text: str) -> bool:
+    """Whether a secret was masked in it: not where asterisks mark words, or divide the lines of a prompt."""
+    return "\n" not in text and _MASKED.search(text) is not None
 
 
 def is_secret_name(name: str) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from skyrl_train.config.errors import ConfigError
-from skyrl_train.config.redaction import BY_NAME, MASK
+from skyrl_train.config.redaction import BY_NAME, is_masked
 from skyrl_train.config.skyrl_04.table import table
 from skyrl_train.spelling import is_misspelling
 
@@ -168,7 +168,7 @@ def _require_given(value: Any) -> None:
     if isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
             _require_given(item)
-    elif isinstance(value, str) and MASK in value:
+    elif isinstance(value, str) and is_masked(value):
         raise ValueError("this is the mask of a secret in saved configurations. Set the real value, or null if allowed")
 
 

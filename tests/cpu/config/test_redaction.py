@@ -208,3 +208,8 @@ def test_a_password_with_an_at_sign_is_masked_to_its_end():
 def test_a_value_with_a_mask_inside_is_not_taken_as_a_value():
     with pytest.raises(ConfigError, match="mask of a secret"):
         load_config(["trainer.project_name=/models/***-7b"])
+
+
+@pytest.mark.parametrize("prompt", ["Mark it as ***bold***.", "Answer.\n***\nThink first.", "Rate it from * to *****."])
+def test_asterisks_in_prose_are_no_mask(prompt: str):
+    assert load_config([f"data.system_prompt='{prompt}'"]).data.system_prompt == prompt
