@@ -13,7 +13,7 @@ entry t belongs to token t (its logprob is that of sampling token t given the to
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,6 +148,16 @@ def final_reward(length: int, reward: float) -> Tensor:
     return rewards
 
 
+def conversations(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Samples of one prompt by conversation, in order."""
+    found: list[list[Sample]] = [[]]
+    for sample in samples:
+        found[-1].append(sample)
+        if sample.ends_conversation:
+            found.append([])
+    return found if found[-1] else found[:-1]
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """The samples of one prompt."""
@@ -156,22 +166,23 @@ class Group:
     samples: tuple[Sample, ...]
     """[G]"""
     greedy: tuple[Sample, ...] = ()
-    """A greedy response, as one or several samples, for estimators that compare with it; it is not trained."""
+    """Those of a rollout with greedy responses, for estimators that compare with it; they are not trained."""
 
     @property
     def conversations(self) -> list[list[Sample]]:
         """The samples by conversation, in order: estimators, filters and metrics count these."""
-        conversations: list[list[Sample]] = [[]]
-        for sample in self.samples:
-            conversations[-1].append(sample)
-            if sample.ends_conversation:
-                conversations.append([])
-        return conversations if conversations[-1] else conversations[:-1]
+        return conversations(self.samples)
 
     @property
     def rewards(self) -> list[float]:
         """Sum of all rewards of each conversation."""
         return [sum(sample.reward for sample in samples) for samples in self.conversations]
+
+    @property
+    def greedy_reward(self) -> float:
+        """Mean of the rewards of the greedy conversations: one, unless a rollout makes several."""
+        rewards = [sum(sample.reward for sample in samples) for samples in conversations(self.greedy)]
+        return sum(rewards) / len(rewards)
 
 
 @dataclass(frozen=True, slots=True)

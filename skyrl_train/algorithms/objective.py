@@ -175,7 +175,7 @@ def objective_loss(
 
     Args: weights: name of each reduction -> [P] float32, each token's weight in the whole mini-batch.
     """
-    tokens = objective.shaped(tokens)
+    tokens = objective.shaped(_of_trained(tokens))
     metrics: dict[str, Metric] = {}
     factor = None
     for correction in objective.corrections:
@@ -198,6 +198,18 @@ def objective_loss(
     if not objective.approximates:  # else the old logprobs are made of the engine's, and do not measure anything
         metrics |= _mismatch(tokens)
     return loss, metrics | ({} if objective.buckets is None else by_staleness(metrics, tokens, objective.buckets))
+
+
+def _of_trained(tokens: TokenInputs) -> TokenInputs:
+    """The inputs with gradients of trained tokens alone: 0 elsewhere, even where a derivative is not finite."""
+    kept = tokens.loss_mask
+
+    def trained(values: Tensor) -> Tensor:
+        mask = kept if values.dim() == 1 else kept[:, None]
+        return torch.where(mask, values, values.detach()) if values.requires_grad else values
+
+    signals = {name: trained(values) for name, values in tokens.signals.items()}
+    return replace(tokens, logprobs=trained(tokens.logprobs), signals=signals)
 
 
 def _result(name: str, bound: Bound, tokens: TokenInputs) -> Any:

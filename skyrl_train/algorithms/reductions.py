@@ -78,6 +78,6 @@ def loss_weights(
 def weighted_sum(terms: Tensor, weights: Tensor) -> Tensor:
     """sum(terms * weights), a scalar, over the tokens whose weight is not 0.
 
-    Terms without weight are arbitrary, but their derivatives must be finite. Args: terms [T], weights [T] float32.
+    Terms without weight are arbitrary; `objective_loss` drops their derivatives. Args: terms [T], weights [T] float32.
     """
     return torch.where(weights != 0, terms, torch.zeros_like(terms)).mul(weights).sum()

@@ -51,8 +51,7 @@ def build_experience(groups: Sequence[Group], policy_version: int, vocab_size: i
 
 def _greedy_rewards(groups: Sequence[Group]) -> Tensor:
     """[num_groups] float64"""
-    rewards = [sum(sample.reward for sample in group.greedy) for group in groups]
-    return torch.tensor(rewards, dtype=torch.float64)
+    return torch.tensor([group.greedy_reward for group in groups], dtype=torch.float64)
 
 
 def _staleness(samples: Sequence[Sample], loss_mask: Tensor, bounds: Tensor, policy_version: int) -> Tensor:

@@ -135,11 +135,11 @@ class Generation(Experiment):
             collector = self._watched(self.get_collector(processes.engines.generate, rollout))
             evaluation = self.get_evaluation(collector, samples)
             progress = ConsoleProgress(self._console, "evaluate")
-            groups = await evaluation.groups(seed("eval", config.trainer.seed, step), progress)
-            metrics = evaluation.metrics(groups)
+            sampled = await evaluation.sample(seed("eval", config.trainer.seed, step), progress)
+            metrics = evaluation.metrics(sampled)
             tracker.log(step, metrics)
-            files = samples.evaluation(step, groups, parquet=True)
-        self._console.print(result_table(groups, metrics))
+            files = samples.evaluation(step, sampled.groups, parquet=True)
+        self._console.print(result_table(sampled.groups, metrics))
         self._console.print("\n".join(f"samples {file}" for file in files), highlight=False, soft_wrap=True)
 
     async def _served_folder(self, run_dir: RunDir) -> str:

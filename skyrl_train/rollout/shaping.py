@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from skyrl_train.config import Config
 from skyrl_train.rollout.seeds import seed
-from skyrl_train.types import Group, Sample
+from skyrl_train.types import Group, Sample, conversations
 
 
 def has_signal(group: Group) -> bool:
     """Whether the rewards of the group's conversations, with that of its greedy response, differ in float32, in which
     estimators read them: the same rewards in another order add up to the same. A group of one counts as different.
     """
-    greedy = [sum(sample.reward for sample in group.greedy)] if group.greedy else []
+    greedy = [group.greedy_reward] if group.greedy else []
     rewards = torch.tensor([*group.rewards, *greedy], dtype=torch.float32).tolist()
     return len(rewards) == 1 or len(set(rewards)) > 1
 
@@ -33,12 +33,20 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -
 def zero_unfinished(group: Group) -> Group:
     """The group without the rewards of conversations that did not end by themselves."""
 
-    def zeroed(conversation: Sequence[Sample]) -> list[Sample]:
-        is_finished = not conversation or conversation[-1].stop_reason == "stop"
-        return list(conversation) if is_finished else [_without_rewards(sample) for sample in conversation]
+    def zeroed(conversation: list[Sample]) -> list[Sample]:
+        is_finished = conversation[-1].stop_reason == "stop"
+        return conversation if is_finished else [_without_rewards(sample) for sample in conversation]
 
-    samples = (sample for conversation in group.conversations for sample in zeroed(conversation))
-    return Group(group.prompt, tuple(samples), tuple(zeroed(group.greedy)))
+    return _each(group, zeroed)
+
+
+def _each(group: Group, change: Callable[[list[Sample]], list[Sample]]) -> Group:
+    """The group with all conversations changed, greedy ones too."""
+    samples, greedy = (
+        tuple(sample for conversation in conversations(some) for sample in change(conversation))
+        for some in (group.samples, group.greedy)
+    )
+    return Group(group.prompt, samples, greedy)
 
 
 class Shaping:
@@ -55,15 +63,13 @@ class Shaping:
     def __call__(self, group: Group) -> Group:
         """The group with the rewards and loss masks that are trained."""
         group = zero_unfinished(group) if self._zeroes_unfinished else group
-        samples = [sample for conversation in group.conversations for sample in self._shaped(conversation)]
-        greedy = tuple(self._shaped(group.greedy)) if group.greedy else ()
-        if self._masks_groups and not has_signal(Group(group.prompt, tuple(samples), greedy)):
-            samples = [_masked(sample) for sample in samples]
-        return Group(group.prompt, tuple(samples), greedy)
+        group = _each(group, self._shaped)
+        if self._masks_groups and not has_signal(group):
+            group = replace(group, samples=tuple(_masked(sample) for sample in group.samples))
+        return group
 
-    def _shaped(self, conversation: Sequence[Sample]) -> list[Sample]:
+    def _shaped(self, samples: list[Sample]) -> list[Sample]:
         """A conversation ends as its last sample does, and is as long as all together."""
-        samples = list(conversation)
         if self._buffer.len is not None:
             length = sum(int(sample.loss_mask.sum()) for sample in samples)
             penalty = overlong_penalty(length, self._max_length, self._buffer.len, self._buffer.penalty_factor)

@@ -18,6 +18,16 @@ from skyrl_train.types import Group, Metrics, Prompt, SamplingParams
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Responses to all held-out prompts."""
+
+    groups: list[Group]
+    """Without failed rollouts, and without prompts all of whose rollouts failed."""
+    num_failed: int
+    """Number of failed rollouts."""
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Samples responses to every held-out prompt, `batch_size` prompts in flight."""
@@ -38,25 +48,24 @@ class Evaluation:
 
     async def run(self, seed: int, step: int) -> Metrics:
         """Return `eval/*`. Args: seed: determines the samples for given weights; step: of these weights."""
-        return self.scored(step, await self.groups(seed, self.progress))
+        return self.scored(step, await self.sample(seed, self.progress))
 
-    def scored(self, step: int, groups: Sequence[Group], logged_at: int | None = None) -> Metrics:
-        """`eval/*` of the groups, whose samples are kept. Args: step: of the weights that sampled them; logged_at: step
-        with which they are logged, by default the same.
+    def scored(self, step: int, sampled: Sampled, logged_at: int | None = None) -> Metrics:
+        """`eval/*` of responses, which are kept. Args: step: of the weights that sampled them; logged_at: step with
+        which they are logged, by default the same.
         """
-        self.keep(step, groups, step if logged_at is None else logged_at)
-        return self.metrics(groups)
+        self.keep(step, sampled.groups, step if logged_at is None else logged_at)
+        return self.metrics(sampled)
 
-    def metrics(self, groups: Sequence[Group]) -> Metrics:
-        """`eval/*` of the groups."""
-        metrics = evaluation_metrics(groups, self.pass_threshold)
+    def metrics(self, sampled: Sampled) -> Metrics:
+        """`eval/*` of responses."""
+        metrics = evaluation_metrics(sampled.groups, self.pass_threshold)
         if self.max_failed_share:
-            num_scored = sum(len(group.rewards) for group in groups)
-            metrics["eval/all/num_failed_rollouts"] = float(len(self.prompts) * self.n_samples - num_scored)
+            metrics["eval/all/num_failed_rollouts"] = float(sampled.num_failed)
         return metrics
 
-    async def groups(self, seed: int, progress: Progress) -> list[Group]:
-        """Groups of all held-out prompts, without failed ones. Args: seed: like `run`; progress: shows them."""
+    async def sample(self, seed: int, progress: Progress) -> Sampled:
+        """Generate responses to all held-out prompts. Args: seed: like `run`; progress: shows them."""
         groups: list[Group] = []
         params, admission = replace(self.sampling_params, seed=seed), Admission(self.max_failed_share, min_samples=1)
         admission.begin(len(self.prompts) * self.n_samples)
@@ -67,12 +76,13 @@ class Evaluation:
             log.warning(
                 "%d of %d held-out prompts have no score: all their rollouts failed", left_out, len(self.prompts)
             )
-        return [zero_unfinished(group) for group in groups] if self.zeroes_unfinished else groups
+        groups = [zero_unfinished(group) for group in groups] if self.zeroes_unfinished else groups
+        return Sampled(groups, len(admission.failures))
 
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    task: asyncio.Task[list[Group]]
+    task: asyncio.Task[Sampled]
     step: int
     version: int
     started_s: float
@@ -113,7 +123,7 @@ class EvaluationBeside:
         if self._load_weights is not None:
             await self._load_weights()
         # Silent, because the console shows the progress of the training samples.
-        task = asyncio.get_running_loop().create_task(self._evaluation.groups(seed, Silent()))
+        task = asyncio.get_running_loop().create_task(self._evaluation.sample(seed, Silent()))
         self._running = _Running(task, step, self._policy_version(), self._clock())
 
     def ended(self, step: int) -> Metrics:
@@ -122,10 +132,10 @@ class EvaluationBeside:
         if running is None or not running.task.done():
             return {}
         self._running = None
-        groups = running.task.result()
-        spans = [span for group in groups for sample in group.samples for span in sample.known_spans]
+        sampled = running.task.result()
+        spans = [span for group in sampled.groups for sample in group.samples for span in sample.known_spans]
         own = sum(count for version, count in spans if version == running.version)
-        metrics = self._evaluation.scored(running.step, groups, step) | {
+        metrics = self._evaluation.scored(running.step, sampled, step) | {
             "eval/lag_steps": float(step - running.step),
             "eval/policy_version": float(running.version),
             "timing/eval": self._clock() - running.started_s,

@@ -16,7 +16,7 @@ def gmpo(tokens: TokenInputs, *, eps_clip_low: float, eps_clip_high: float) -> L
     PPO clips; the paper has 0.4 for both. Use it with `loss_reduction=sequence_mean`. Source: Geometric-Mean
     Policy Optimization, arXiv:2507.20673, equation 4.
     """
-    advantages = tokens.advantages
+    advantages = tokens.per_sample.mean(tokens.advantages)
     free = log_ratio(tokens)
     bounded = free.clamp(-eps_clip_low, eps_clip_high)
     pessimistic = torch.where(advantages > 0, torch.minimum(free, bounded), torch.maximum(free, bounded))

@@ -38,8 +38,12 @@ class MicroBatchSums:
         self._parts: list[list[Tensor]] = []
 
     def add(self, metrics: Mapping[str, Metric], tokens: TokenInputs) -> None:
-        """Add metrics, of the same names each time."""
-        self._kinds = {name: (metric.reduce, metric.mask is not None) for name, metric in metrics.items()}
+        """Add metrics. Raises: ValueError if their names or reductions are not those of the first call."""
+        kinds = {name: (metric.reduce, metric.mask is not None) for name, metric in metrics.items()}
+        if self._parts and list(kinds.items()) != list(self._kinds.items()):
+            differing = ", ".join(sorted(dict(kinds.items() ^ self._kinds.items()))) or "their order"
+            raise ValueError(f"a loss returned other metrics than for the last micro-batch: {differing}. Return all")
+        self._kinds = kinds
         has_samples = any(metric.reduce is Reduce.SAMPLE_MEAN for metric in metrics.values())
         num_tokens = tokens.per_sample.num_tokens if has_samples else tokens.loss_mask
         self._parts.append([partial_sums(metric, tokens.loss_mask, num_tokens) for metric in metrics.values()])

@@ -212,3 +212,15 @@ def test_a_parameter_that_is_nearly_a_key_is_named_with_it():
 
     with pytest.raises(ValueError, match=r"takes eps_clip_lo: no key has this name. Did you mean eps_clip_low"):
         bind(misspelt, VALUES)
+
+
+def test_advantages_that_differ_within_a_sample_count_as_their_mean_in_gmpo():
+    """Also for the side on which ratios are clipped."""
+    old, gradients = torch.tensor([-1.0, -2.0], dtype=torch.float64), []
+    for advantages in ([3.0, -1.0], [1.0, 1.0]):
+        logprobs = torch.full((2,), -1.0, dtype=torch.float64, requires_grad=True)
+        terms, _ = computed("gmpo", inputs(logprobs, old, torch.tensor(advantages, dtype=torch.float64)))
+        terms.sum().backward()
+        assert logprobs.grad is not None
+        gradients.append([*terms.tolist(), *logprobs.grad.tolist()])
+    assert gradients[0] == gradients[1] and gradients[0][-1] == 0, "the second token is clipped"

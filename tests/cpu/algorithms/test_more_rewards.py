@@ -86,12 +86,13 @@ def test_a_batch_has_named_rewards_and_the_greedy_reward_of_each_group():
     prompt = Prompt("0", [], "addition", {}, "sums")
     groups = [
         Group(prompt, (sample(1.0, a=1.0), sample(0.0, a=0.5, b=2.0)), (sample(0.25), sample(0.5))),
-        Group(prompt, (sample(0.0),), (sample(1.0),)),
+        Group(prompt, (sample(0.0),), (replace(sample(0.25), ends_conversation=False), sample(0.75))),
     ]
     found = credit_inputs(build_experience(groups, 0))
     assert {name: values.tolist() for name, values in found.named_rewards.items()} == {
         "a": [1.0, 0.5, 0.0],
         "b": [0.0, 2.0, 0.0],
     }
-    assert found.baselines is not None and found.baselines.tolist() == [0.75, 0.75, 1.0]
+    assert found.baselines is not None
+    assert found.baselines.tolist() == [0.375, 0.375, 1.0], "the mean of two conversations, the sum of one's rewards"
     assert build_experience([groups[0], replace(groups[1], greedy=())], 0).baselines is None

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from skyrl_train.algorithms.build import algorithm_problems, build_objective
-from skyrl_train.algorithms.objective import objective_loss
+from skyrl_train.algorithms.inputs import Correction, PerSample, TokenInputs
+from skyrl_train.algorithms.metrics import Metric, Reduce
+from skyrl_train.algorithms.objective import Bound, objective_loss
 from skyrl_train.algorithms.preflight.sample import sample_of_three
 from skyrl_train.algorithms.tables import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS
 from skyrl_train.config import load_config
 from skyrl_train.config.algorithm import PLACES
+from skyrl_train.megatron.passes.metrics import MicroBatchSums
 
 MODULE = """
 import torch
@@ -230,3 +235,32 @@ def test_an_error_of_a_function_of_the_package_keeps_its_type():
     objective = build_objective(load_config([]).trainer.algorithm.values, 1.0)
     with pytest.raises(AttributeError):
         objective_loss(objective, None, {})  # type: ignore[arg-type]
+
+
+def test_a_factor_that_is_not_finite_where_nothing_is_trained_leaves_the_gradient_finite():
+    """0 / 0 for a sample without a trained token, such as one that is masked or the padding of a rank."""
+
+    def mean_ratio(tokens: TokenInputs) -> Correction:
+        difference = tokens.per_sample.sum(tokens.old_logprobs - tokens.rollout_logprobs)
+        return Correction((difference / tokens.per_sample.num_tokens).exp())
+
+    algorithm = load_config(["trainer.algorithm.use_kl_loss=false"]).trainer.algorithm
+    objective = replace(build_objective(algorithm.values, 1.0), corrections=(Bound(mean_ratio),))
+    mask, engine = torch.tensor([True, True, False, False]), torch.full((4,), -1.1)
+    logprobs = torch.tensor([-1.0, -1.0, -1.0, -2.0], requires_grad=True)
+    signals = {"old_logprobs": engine + 0.1, "rollout_logprobs": engine, "advantages": torch.ones(4)}
+    tokens = TokenInputs(logprobs, mask, PerSample(torch.tensor([0, 0, 1, 1]), 2, mask), signals)
+    loss, _ = objective_loss(objective, tokens, {reduction: mask / 2 for reduction in objective.reductions})
+    loss.backward()
+    assert logprobs.grad is not None and loss.isfinite()
+    assert logprobs.grad.tolist() == pytest.approx([-math.exp(0.1) / 2, -math.exp(0.1) / 2, 0, 0])
+
+
+def test_metrics_that_differ_between_micro_batches_are_not_added_under_one_name():
+    mask = torch.ones(2, dtype=torch.bool)
+    tokens = TokenInputs(torch.zeros(2), mask, PerSample(torch.zeros(2, dtype=torch.int64), 1, mask))
+    sums = MicroBatchSums()
+    for _ in range(2):
+        sums.add({"a": Metric(torch.zeros(2), Reduce.TOKEN_MEAN)}, tokens)
+    with pytest.raises(ValueError, match="returned other metrics than for the last micro-batch: a, b. Return all"):
+        sums.add({"b": Metric(torch.zeros(2), Reduce.TOKEN_MEAN)}, tokens)

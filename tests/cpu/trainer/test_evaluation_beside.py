@@ -298,7 +298,7 @@ def test_an_evaluation_that_the_checkpoint_overtakes_is_made_again_on_resume(tmp
     assert states[2].state.pending and not states[6].state.pending
     resumed = World(tmp_path / "resumed", NEVER, num_steps=20)
     resumed.version = resumed.num_steps = 2
-    resumed.trainer.resume(states[2].state, states[2].groups)
+    resumed.trainer.resume(states[2])
     resumed.run()
     first = min(resumed.evaluated)
     assert resumed.rows[first]["eval/policy_version"] == 2 and resumed.evaluated[first] == first - 2
@@ -313,7 +313,7 @@ def test_a_run_that_gets_no_groups_ends_with_a_checkpoint_from_which_it_continue
     checkpoint = load_checkpoint(tmp_path / "checkpoints/global_step_3")
     resumed = World(tmp_path / "resumed", *own)
     resumed.version = resumed.num_steps = 3
-    resumed.trainer.resume(checkpoint.state, checkpoint.groups)
+    resumed.trainer.resume(checkpoint)
     resumed.run()
     assert sorted(resumed.rows) == [4, 5, 6]
     order = (resumed.source.state if source == "on_policy" else resumed.source.state["order"])["position"]
@@ -341,7 +341,7 @@ def test_a_step_that_fails_before_its_update_loses_no_step_and_no_group(source: 
     assert checkpoint.state.coefficients == {"kl": 2.1}, "those before the step"
     resumed = World(tmp_path / "resumed", *own)
     resumed.version = resumed.num_steps = 3
-    resumed.trainer.resume(checkpoint.state, checkpoint.groups)
+    resumed.trainer.resume(checkpoint)
     resumed.run()
     assert sorted(resumed.rows) == [4, 5, 6]
     assert resumed.trained[0] == world.trained[3], "the failed step again"
@@ -462,7 +462,7 @@ def test_an_evaluation_of_a_streaming_run_that_stalls_ends_it(monkeypatch: pytes
 
         training = asyncio.create_task(train())
         try:
-            await evaluation.groups(1, Quiet())
+            await evaluation.sample(1, Quiet())
         finally:
             training.cancel()
 
@@ -516,5 +516,11 @@ def test_an_evaluation_counts_the_rollouts_that_failed():
     evaluation = Evaluation(prompts, collector, Quiet(), 2, params, 3, max_failed_share=0.5, pass_threshold=0.0)
     metrics = asyncio.run(evaluation.run(seed=1, step=1))
     assert metrics["eval/all/num_failed_rollouts"] == 2 and metrics["eval/all/avg_score"] == 1
+
+    async def two(prompt: Prompt, params: SamplingParams, engines: Engines) -> list[Sample]:
+        return [sample(1.0), await all_but_b(prompt, params, engines)]
+
+    several = replace(evaluation, collector=Collector(two, engines_of(None)))
+    assert asyncio.run(several.run(seed=1, step=1))["eval/all/num_failed_rollouts"] == 2
     strict = replace(evaluation, prompts=prompts[:1], max_failed_share=0.0)
     assert "eval/all/num_failed_rollouts" not in asyncio.run(strict.run(seed=1, step=1))
