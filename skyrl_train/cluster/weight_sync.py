@@ -157,7 +157,10 @@ class WeightSync:
         """Args: at_once: have the senders fill their first buckets while the engines pause."""
         engines, started = self._engines, time.perf_counter()
         beginning = asyncio.ensure_future(self._begin())
-        await (asyncio.sleep(0) if at_once else beginning)  # the engines are asked first
+        if at_once:
+            await asyncio.sleep(0)  # the engines are asked first
+        if not at_once or beginning.done():
+            await beginning
         try:
             reports = await self.senders.send()
         finally:
@@ -173,6 +176,10 @@ class WeightSync:
         return SyncResult(num_bytes, ended - started, begun - started, ended - sent, tuple(reports))
 
     async def _begin(self) -> float:
-        """Returns: the time when all engines had begun."""
+        """Returns: the time when all engines had begun. Raises: RemoteFailed, at once if one was admitted while the
+        senders connected: it would be told that it has the weights, and has received none.
+        """
+        if not self.senders.are_connected:
+            raise RemoteFailed("an engine or the policy was replaced while the weight sync connected")
         await self._engines.begin_weight_update()
         return time.perf_counter()

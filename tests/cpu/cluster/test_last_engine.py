@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.eval_engines import EvalEngines
 from skyrl_train.cluster.pool.engine_process import StartedEngine
 from skyrl_train.cluster.pool.pool import EnginePool
@@ -137,5 +138,26 @@ def test_engines_that_are_alive_do_not_wait_for_one_of_evaluations(monkeypatch: 
         await asyncio.wait_for(sync.publish(()), 10)
         world.start()
         assert (await request).token_ids == [2, 1]
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_is_admitted_while_senders_connect_waits_for_the_next_sync(monkeypatch: pytest.MonkeyPatch):
+    """A stock server has no digests, so nothing else would notice that it has received no weights."""
+
+    async def main() -> None:
+        late = FakeEngine()
+        pool = engine_pool(monkeypatch, FakeEngine(), late, num_engines=2)
+        sync = WeightSync(await policy_group(monkeypatch, FakeRank()), pool, SYNC)
+        connect = sync.senders.connect
+
+        async def connect_slowly() -> None:
+            await connect()
+            pool.num_changes += 1
+
+        sync.senders.connect = connect_slowly  # type: ignore[method-assign]
+        with pytest.raises(RemoteFailed, match="was replaced while the weight sync connected"):
+            await sync.send_once()
+        assert "begin_weight_update" not in late.called
 
     asyncio.run(main())
