@@ -85,6 +85,17 @@ def loaded_from(trainer: TrainingConfig) -> dict[Path, str]:
     return {folder: key for folder, key in folders.items() if folder.is_dir()}
 
 
+def require_models_outside(trainer: TrainingConfig) -> None:
+    """Raises: ValueError if the run's folder, which a new run renames, holds a model that it loads."""
+    run_dir = Path(trainer.run_dir).expanduser().resolve()
+    for folder, key in loaded_from(trainer).items():
+        if folder.is_relative_to(run_dir):
+            raise ValueError(
+                f"trainer.run_dir is {run_dir}: a new run renames this folder, and loads {key} from {folder}. Choose "
+                "another trainer.run_name"
+            )
+
+
 def _engine_problems(
     folder: str, given: str, device_type: str | None, tp: int, *, trust_remote_code: bool
 ) -> Iterator[str]:

@@ -11,7 +11,9 @@ from string import Formatter
 
 from skyrl_train.checks.custom import imported_problems, logger_problems, takes
 from skyrl_train.config.policy import Layout, LoraConfig, MegatronConfig
+from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.config.training import DATA_FILE, HUB_SPLIT, DataConfig, TrainingConfig
+from skyrl_train.hf.hub import address_problem
 from skyrl_train.hf.transformer_config import pinned_problems
 from skyrl_train.imports import declared_fields
 from skyrl_train.spelling import nearest
@@ -50,6 +52,11 @@ def training_problems(trainer: TrainingConfig, megatron_configs: Mapping[str, Me
                 f"{path}.transformer_impl is transformer_engine, which rounds float32 to TensorFloat-32. Use auto or "
                 "torch, or set trainer.bf16=true"
             )
+    written = {name: getattr(trainer, name) for name in ("run_dir", "ckpt_path", "export_path")}
+    if isinstance(trainer, TrainerConfig):
+        written["placement.state_path"] = trainer.placement.state_path
+    problems = (address_problem(f"trainer.{name}", path) for name, path in written.items())
+    yield from (problem for problem in problems if problem is not None)
     if trainer.prepare is not None and not re.fullmatch(r"[\w.]+:\w+", trainer.prepare):
         yield f"trainer.prepare is {trainer.prepare!r}: not a function's name. Write module:function, or null"
     yield from logger_problems(trainer.logger)

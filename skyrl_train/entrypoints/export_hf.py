@@ -26,7 +26,7 @@ from skyrl_train.entrypoints.command import guarded, prints_help
 from skyrl_train.entrypoints.ending import print_error
 from skyrl_train.hf.checkpoint import INDEX
 from skyrl_train.hf.download import download
-from skyrl_train.hf.hub import local_folder
+from skyrl_train.hf.hub import address_problem, local_folder
 from skyrl_train.hf.identity import change
 from skyrl_train.tracking.run_dir import RECORD as RUN_RECORD
 from skyrl_train.tracking.writable import require_writable
@@ -126,6 +126,8 @@ def _deletion(checkpoint: Checkpoint) -> str:
 def _target(path: str | None, checkpoint: Checkpoint) -> Path:
     run_dir, name = checkpoint.folder.parent.parent, checkpoint.folder.name
     if path is not None:
+        if (problem := address_problem("export_path", path)) is not None:
+            raise ValueError(problem)
         target = Path(path).expanduser().resolve()
     elif (run_dir / RUN_RECORD).exists():
         target = run_dir / "exports" / name

@@ -61,17 +61,6 @@ def require_export_folder(trainer: TrainingConfig, num_steps: int) -> None:
         require_writable("trainer.export_path", trainer.export_path, path, instead)
 
 
-def require_models_outside(trainer: TrainingConfig) -> None:
-    """Raises: ValueError if the run's folder, which a new run renames, holds a model that it loads."""
-    run_dir = _run_dir(trainer)
-    for folder, key in loaded_from(trainer).items():
-        if folder.is_relative_to(run_dir):
-            raise ValueError(
-                f"trainer.run_dir is {run_dir}: a new run renames this folder, and loads {key} from {folder}. Choose "
-                "another trainer.run_name"
-            )
-
-
 def identities(trainer: TrainingConfig, model_folder: str) -> dict[str, Any]:
     """Identity of the policy's model, for checkpoints; under `frozen` those of a reference, of teachers and of a critic
     that the run starts, by the key of their path, with that path. Raises: OSError or ValueError if a folder cannot be

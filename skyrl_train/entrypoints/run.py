@@ -14,7 +14,7 @@ from typing import Any, Generic, TextIO, TypeVar
 from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from skyrl_train.checks.model_folder import check_transformer_config, checked_folder
+from skyrl_train.checks.model_folder import check_transformer_config, checked_folder, require_models_outside
 from skyrl_train.checks.tokenizer import check_tokenizer, load_tokenizer
 from skyrl_train.checks.training import MODEL
 from skyrl_train.checks.training import POLICY as POLICY_LAYOUT
@@ -31,7 +31,6 @@ from skyrl_train.entrypoints.resume import (
     identities,
     lock_checkpoints,
     require_export_folder,
-    require_models_outside,
     resumes_in_its_folder,
     with_missing_export,
 )
@@ -209,7 +208,7 @@ class Run(ABC, Generic[C, P]):
             self.loop.run_folder = HeldFolder(run_dir.path, "trainer.run_dir", RECORD)
             at_end.callback(self.loop.run_folder.close)
             if self.checkpoint is not None:
-                self.loop.resume(self.checkpoint.state, self.checkpoint.groups)
+                self.loop.resume(self.checkpoint)
             await self.loop.train()
 
     def _introduce(self, run_dir: RunDir) -> None:

@@ -7,6 +7,7 @@ here uses the network.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
@@ -32,6 +33,13 @@ def seen_from_anywhere(path: str) -> str:
         return f"{name_and_revision(path)[0]}@{Path(_snapshot(path)).name}"
     except ValueError:
         return path
+
+
+def address_problem(key: str, path: str) -> str | None:
+    """Sentence for a folder to write that is the address of a bucket; it would become a local folder of that name."""
+    if not re.match(r"\w[\w+.-]*://", path):
+        return None
+    return f"{key} is {path}: only local or shared folders are written. Mount the bucket, or name a folder"
 
 
 def name_and_revision(path: str) -> tuple[str, str | None]:

@@ -14,6 +14,7 @@ import ray
 from transformers import PretrainedConfig
 
 from skyrl_train.algorithms.tables import import_modules
+from skyrl_train.checks.model_folder import require_models_outside
 from skyrl_train.checks.staleness import double_weight_warning, quantization_warning, treatment_of_quantization
 from skyrl_train.cluster.gpu_kind import cluster_gpu_kind
 from skyrl_train.cluster.pool.settings import served_model_name
@@ -108,6 +109,7 @@ class ServiceActor:
         if Path(self._folder).is_dir():
             os.chdir(self._folder)
         config = self._config
+        require_models_outside(config.trainer)
         self._run_dir = run_dir_for(config, RL.base_yaml())
         log_to(str(self._run_dir.logs / "service.log"))
         async with AsyncExitStack() as undo:

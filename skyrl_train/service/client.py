@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from skyrl_train.cluster.devices import endpoint_warning
 from skyrl_train.cluster.session import attach, connect, hub_environment, joined, worker_environment
 from skyrl_train.config import Config
+from skyrl_train.hf.hub import address_problem
 from skyrl_train.service.actor import ServiceActor, State
 from skyrl_train.service.checks import check_service, checked_model
 from skyrl_train.service.job import ChatSample, TokenSample
@@ -132,6 +133,8 @@ class TrainingService:
         """
         if not folder:
             raise ValueError("save(''): it must be a folder")
+        if (problem := address_problem("the folder to save", folder)) is not None:
+            raise ValueError(problem)
         await self._call(self._actor.save.remote(os.path.abspath(os.path.expanduser(folder))))
 
     async def metrics(self, after: int = 0) -> AsyncIterator[Metrics]:

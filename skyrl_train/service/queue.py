@@ -133,12 +133,12 @@ class Feed:
         self._more = asyncio.Event()
 
     async def after(self, number: int, timeout_s: float) -> tuple[int, list[Metrics]]:
-        """(number of the newest record, records after `number`); empty if none comes in time."""
+        """(number of the last of the records, records after `number`); none if none comes in time."""
         more = self._more
         if self.last <= number:
             try:
                 await asyncio.wait_for(more.wait(), timeout_s)
             except TimeoutError:
-                return max(number, self.last), []
+                return number, []  # a record may have come since
         num_passed = number + len(self._records) - self.last
         return self.last, list(self._records)[max(0, num_passed) :]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import zlib
 from pathlib import Path
 
 from skyrl_train.cluster.process import alive_nodes, on_node
@@ -19,8 +20,11 @@ STATE_FOLDERS = ("a", "b")
 
 
 def states_folder(config: TrainerConfig) -> str:
-    """Folder of a service's states, the same on every node and different for each trainer.run_name."""
-    return str(Path(config.placement.state_path).expanduser().resolve() / config.run_name)
+    """Folder of a service's states, the same on every node. It differs for each trainer.run_name, and for services of
+    one name whose runs have other folders: of those with the same, only one runs.
+    """
+    state_path, run_dir = (Path(path).expanduser().resolve() for path in (config.placement.state_path, config.run_dir))
+    return str(state_path / f"{config.run_name}-{zlib.crc32(str(run_dir).encode()):08x}")
 
 
 async def remove_states(config: TrainerConfig) -> None:

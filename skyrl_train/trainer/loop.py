@@ -22,7 +22,7 @@ from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.from_config import model_of, settings_of
 from skyrl_train.trainer.problems import Anomalies, Problems, SkippedUpdates, require_idle
 from skyrl_train.trainer.residency import Residency
-from skyrl_train.trainer.run_state import CRITIC, RECORD, Checkpoints, RunState, write_groups
+from skyrl_train.trainer.run_state import CRITIC, RECORD, Checkpoint, Checkpoints, RunState, write_groups
 from skyrl_train.trainer.scorers import Critic
 from skyrl_train.types import Metrics
 
@@ -103,9 +103,11 @@ class Loop(ABC):
         """Weights that controllers have changed, for checkpoints."""
         return {}
 
-    def resume(self, state: RunState, groups: bytes = b"") -> None:
-        """Begin `train` with the step after this state, which the policy has loaded. Args: groups: finished ones."""
-        resume_source(self._source, state.source, groups)
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Begin `train` with the step after this checkpoint, whose state the policy has loaded."""
+        state = checkpoint.state
+        self._checkpoints.continue_from(checkpoint.folder)
+        resume_source(self._source, state.source, checkpoint.groups)
         self.global_step = self._saved_step = state.global_step
         self._skipped.resumed = state.policy_version > 0
         self._pending, self._resumed = state.pending, state

@@ -224,6 +224,15 @@ class Checkpoints:
             for other in others[: max(0, len(others) + 1 - self._max_to_keep)]:
                 self.discard(other.folder)
 
+    def continue_from(self, folder: Path) -> None:
+        """Have `latest` find this checkpoint, not a later one that the run goes back behind; those are pruned first."""
+        found = self.all()
+        for chosen in (each for each in found[:-1] if each.folder == folder):
+            try:
+                _write(folder, found[-1].number + 1, chosen.state, chosen.files)
+            except OSError as error:
+                log.warning("trainer.resume_mode=latest still means %s: %s", found[-1].folder, error)
+
     def settle(self, state: RunState | None, export: str | None) -> None:
         """Note in the checkpoint with this pending state, if it is here, that work is done, with this `export_sum`."""
         for found in (each for each in self.all() if replace(each.state, pending=True) == state):

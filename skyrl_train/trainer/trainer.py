@@ -17,7 +17,7 @@ from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.trainer.evaluation import Evaluation, EvaluationBeside
 from skyrl_train.trainer.loop import Loop
 from skyrl_train.trainer.performance import rollout_performance
-from skyrl_train.trainer.run_state import RunState
+from skyrl_train.trainer.run_state import Checkpoint
 from skyrl_train.trainer.step import TrainingStep
 from skyrl_train.types import Group, Metrics
 
@@ -125,9 +125,9 @@ class Trainer(Loop):
     def coefficients(self) -> dict[str, float]:
         return self._parts.step.coefficients.state
 
-    def resume(self, state: RunState, groups: bytes = b"") -> None:
-        super().resume(state, groups)
-        self._parts.step.coefficients.resume(state.coefficients)
+    def resume(self, checkpoint: Checkpoint) -> None:
+        super().resume(checkpoint)
+        self._parts.step.coefficients.resume(checkpoint.state.coefficients)
 
     async def step(self) -> Metrics:
         step = self._parts.step

@@ -83,3 +83,12 @@ def test_a_file_and_a_folder_without_permission_are_refused(
     monkeypatch.setattr(Path, "exists", refused)
     assert export_hf.main([f"checkpoint={tmp_path}"]) == 2
     assert f"error: [Errno 13] Permission denied: '{tmp_path}/checkpoint.json'" in capsys.readouterr().out
+
+
+def test_a_bucket_is_no_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(command.signal, "signal", lambda *arguments: None)
+    checkpoints = Checkpoints(str(tmp_path / "checkpoints"), 1)
+    checkpoints.begin(folder := checkpoints.folder(1))
+    checkpoints.finish(folder, RunState(1, 1, False, {}, 0, {}, "", {}), [])
+    assert export_hf.main([f"checkpoint={folder}", "export_path=gs://bucket/m"]) == 2
+    assert "export_path is gs://bucket/m: only local or shared folders" in capsys.readouterr().out

@@ -133,3 +133,10 @@ def test_a_service_reads_the_cache_of_the_hub_of_the_program_that_starts_it(monk
     monkeypatch.setattr("ray.remote", lambda actor: SimpleNamespace(options=lambda **options: options))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/cache")
     assert _place("a", False)["runtime_env"]["env_vars"]["HF_HUB_CACHE"] == "/cache"
+
+
+def test_a_bucket_is_no_folder_to_save_in(monkeypatch: pytest.MonkeyPatch):
+    service = handle(monkeypatch)
+    with pytest.raises(ValueError, match="the folder to save is s3://bucket/model: only local or shared folders"):
+        asyncio.run(service.save("s3://bucket/model"))
+    assert not service._handle.called

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 
@@ -158,6 +159,12 @@ def test_every_reader_of_the_metrics_gets_all_records_after_the_one_it_knows():
         assert await feed.after(0, 5) == (2, [{"n": 1.0}, {"n": 2.0}])
         assert await feed.after(1, 5) == (2, [{"n": 2.0}])
         assert await feed.after(2, 0.01) == (2, [])
+        waiting = asyncio.ensure_future(feed.after(2, 0.05))
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_later(0.05, feed.add, {"n": 3.0})
+        time.sleep(0.2)  # the record comes when the time is up
+        number, records = await waiting
+        assert records + (await feed.after(number, 5))[1] == [{"n": 3.0}], "none is skipped"
 
     asyncio.run(body())
 

@@ -72,3 +72,12 @@ def test_nothing_but_states_is_removed(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_runs_name_leads_nowhere_but_into_its_folder(name: str):
     with pytest.raises(ConfigError, match="trainer.run_name is .*it must be a relative path such as my_run"):
         load_config([f"trainer.run_name={name}"])
+
+
+def test_services_of_one_name_in_other_folders_have_other_states(tmp_path: Path):
+    """Without the folder the rollback of one could restore the weights of the other."""
+    path = f"trainer.placement.state_path={tmp_path}/states"
+    one, two, again = (
+        states_folder(load_config([path, f"trainer.run_dir={tmp_path}/{folder}"]).trainer) for folder in ("a", "b", "a")
+    )
+    assert one == again != two

@@ -84,7 +84,7 @@ def test_the_metrics_of_each_step_are_logged_wherever_the_driver_is_killed(dies_
         asyncio.run(killed.train())
     newest = Checkpoints(trainer.ckpt_path, -1).newest_intact()
     assert newest is not None and newest.state.global_step == saved
-    resumed.resume(newest.state)
+    resumed.resume(newest)
     asyncio.run(resumed.train())
     assert sorted({*logged}) == [1, 2, 3, 4] and steps(trainer) == [1, 2, 3, 4]
 
@@ -107,7 +107,7 @@ def test_without_its_last_export_a_run_saves_all_else_and_ends_with_an_error(tmp
         asyncio.run(loop.train())
     assert steps(trainer) == [3, 4] and loop.evaluated[-1] == 4
     resumed = Counting(trainer, 4)
-    resumed.resume(load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(4)).state)
+    resumed.resume(load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(4)))
     asyncio.run(resumed.train())
     assert resumed.policy.exported == ["global_step_4"] and not resumed.batches, "the same command makes up for it"
 
@@ -163,8 +163,8 @@ def test_a_resumed_run_whose_only_update_is_skipped_is_trained_if_its_checkpoint
     trainer = trainer_config(tmp_path, "trainer.ckpt_interval=3")
     asyncio.run(Counting(trainer, 3).train())
     resumed = Counting(trainer, 4)
-    state = load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(3)).state
-    resumed.resume(replace(state, policy_version=version))
+    checkpoint = load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(3))
+    resumed.resume(replace(checkpoint, state=replace(checkpoint.state, policy_version=version)))
     resumed.metrics = updates(1, 1)
     failed = pytest.raises(RunIncomplete, match="was not trained") if version == 0 else contextlib.nullcontext()
     with failed:

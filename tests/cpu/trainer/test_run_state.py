@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import pytest
 from safetensors.torch import load_file, save_file
 
+from skyrl_train.checks.model_folder import require_models_outside
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.pool.settings import all_engine_settings
 from skyrl_train.config import load_config
@@ -25,7 +26,6 @@ from skyrl_train.entrypoints.resume import (
     identities,
     lock_checkpoints,
     require_export_folder,
-    require_models_outside,
     resumes_in_its_folder,
     with_missing_export,
 )
@@ -90,7 +90,7 @@ def test_finished_groups_are_a_file_of_the_checkpoint_under_its_digests(tmp_path
     resumed = Counting(trainer, 3)
     resumed._source = Holding(range(NUM_ROWS), batch_size=2, seed=3)
     resumed._source.data = b""
-    resumed.resume(checkpoint.state, checkpoint.groups)
+    resumed.resume(checkpoint)
     assert resumed._source.data == b"two groups"
     assert save(trainer, 8) and Checkpoints(trainer.ckpt_path, -1).all()[-1].groups == b"", "without any no file"
 
@@ -123,6 +123,22 @@ def test_a_record_has_the_digest_of_what_is_read(tmp_path: Path):
     """JSON makes text of keys, in whose order the digest is computed: 10 before 2."""
     folder = save(trainer_config(tmp_path), 4, source={"used": {2: 1, 10: 1}})
     assert load_checkpoint(folder).state.source == {"used": {"2": 1, "10": 1}}
+
+
+def test_latest_means_the_branch_that_was_resumed_last(tmp_path: Path):
+    """Also if the run is killed before its own first checkpoint; what it went back behind is pruned first."""
+    trainer = trainer_config(tmp_path)
+    first, *_ = (save(trainer, step) for step in (10, 20, 30))
+    checkpoints, resumed = Checkpoints(trainer.ckpt_path, -1), Counting(trainer, 40)
+    assert checkpoints.newest_intact().folder.name == "global_step_30"  # type: ignore[union-attr]
+    resumed.resume(load_checkpoint(first))
+    newest = checkpoints.newest_intact()
+    assert newest is not None and newest.folder == first and newest.state == state_of(trainer, 10)
+    before = (first / RECORD).read_bytes()
+    Counting(trainer, 40).resume(newest)
+    assert (first / RECORD).read_bytes() == before, "it is the newest already"
+    save(replace(trainer, max_ckpts_to_keep=2), 11)
+    assert checkpoints.names() == ["global_step_10", "global_step_11"]
 
 
 @pytest.mark.parametrize(("interval", "is_refused"), [(4, True), (-1, False)])
@@ -694,9 +710,9 @@ def test_an_evaluation_that_was_skipped_is_made_when_the_run_resumes(stop_at: in
     trainer = trainer_config(tmp_path, "trainer.ckpt_interval=3", "trainer.eval_interval=2")
     stopped, resumed = Counting(trainer, 7, stop_at=stop_at), Counting(trainer, 7)
     asyncio.run(stopped.train())
-    state = load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(stop_at)).state
-    assert state.pending
-    resumed.resume(state)
+    checkpoint = load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(stop_at))
+    assert checkpoint.state.pending
+    resumed.resume(checkpoint)
     asyncio.run(resumed.train())
     assert stopped.evaluated + resumed.evaluated == [0, 2, 4, 6, 7]
     for step in (stop_at, 7):
@@ -727,7 +743,7 @@ def test_a_run_that_is_shortened_to_its_checkpoint_ends_with_an_export_and_an_ev
     shutil.rmtree(by_hand)
 
     loop = Counting(trainer, num_steps)
-    loop.resume(with_missing_export(written, trainer, num_steps).state)
+    loop.resume(with_missing_export(written, trainer, num_steps))
     save_hf = loop.policy.save_hf
 
     async def save(folder: str) -> None:
@@ -750,7 +766,8 @@ def test_a_checkpoint_of_another_run_stays_as_it_is(tmp_path: Path):
     record = Checkpoints(there.ckpt_path, -1).folder(7) / RECORD
     resumed, before = Counting(here, 7), record.read_bytes()
     resumed.run_id = "another"
-    resumed.resume(replace(load_checkpoint(record.parent).state, run_id="another"))
+    checkpoint = load_checkpoint(record.parent)
+    resumed.resume(replace(checkpoint, state=replace(checkpoint.state, run_id="another")))
     asyncio.run(resumed.train())
     assert record.read_bytes() == before
     assert load_checkpoint(Checkpoints(here.ckpt_path, -1).folder(7)).state.pending
@@ -772,7 +789,7 @@ def test_an_evaluation_that_fails_costs_no_step_and_is_repeated(tmp_path: Path, 
         asyncio.run(failing.train())
     assert steps(trainer) == [3, 5]
     assert logged == [0, 1, 2, 3, 4, 5], "no later start trains step 5, so none logs it"
-    resumed.resume(load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(5)).state)
+    resumed.resume(load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(5)))
     asyncio.run(resumed.train())
     assert resumed.evaluated == [5, 7] and len(resumed.batches) == 2
 
@@ -795,7 +812,7 @@ def test_a_resumed_run_trains_on_the_rows_that_are_left_in_their_order(tmp_path:
     asyncio.run(whole.train())
     for step in (4, 8):
         resumed = Counting(trainer, 12)
-        resumed.resume(load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(step)).state)
+        resumed.resume(load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(step)))
         asyncio.run(resumed.train())
         assert resumed.batches == whole.batches[step:] and resumed.global_step == 12
 
