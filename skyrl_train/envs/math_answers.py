@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
+import logging
+import os
+import queue
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
+log = logging.getLogger(__name__)
+
 BOX = "\\boxed"
 SCIENTIFIC = re.compile(r"\s*(?P<mantissa>[+-]?(\d+\.?\d*|\.\d+))[eE](?P<exponent>[+-]?\d+)\s*")
 PERCENT = re.compile(r"(?<!\\)%")
+
+
+SECONDS = 5.0
+"""Processor time of one comparison, math-verify's own limit; beyond it an answer is wrong."""
+SHOWN = 80
+"""Characters of such a response in the log."""
 
 
 class MathVerifyEnv(BaseTextEnv):
@@ -27,18 +44,74 @@ class MathVerifyEnv(BaseTextEnv):
         if importlib.util.find_spec("math_verify") is None:
             raise ValueError("math-verify is not installed. Run pip install 'skyrl_train[math]'")
         truth = str(extras["reward_spec"]["ground_truth"])
-        self._truth = [answer for form in _forms(truth) for answer in _parsed(form)]
-        self._truth += [truth.strip()] if SCIENTIFIC.fullmatch(truth) else []  # written as here
-        if not self._truth:
+        literals = [truth.strip()] if SCIENTIFIC.fullmatch(truth) else []  # written as here
+        self._truth = {"truth": list(_forms(truth)), "literals": literals}
+        if not JUDGES.ask(**self._truth, readings=[])["has_answer"]:
             raise ValueError(f"reward_spec.ground_truth is {truth!r}: math-verify finds no answer in it")
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        from math_verify import verify
-
-        # The time limits of math-verify are signals, which only a main thread can set; environment.step_timeout_s
-        # limits each step instead.
-        is_right = any(verify(self._truth, _parsed(text), timeout_seconds=None) for text in _readings(action))
+        is_right = JUDGES.ask(**self._truth, readings=list(_readings(action)))["is_right"]
         return BaseTextEnvStepOutput(observations=[], reward=float(is_right), done=True, metadata={})
+
+
+class Judges:
+    """Processes of math_judge.py, started as they are needed, for calls on any number of threads."""
+
+    def __init__(self, number: int) -> None:
+        """Args: number: of processes, at most."""
+        self._idle: queue.LifoQueue[subprocess.Popen[str] | None] = queue.LifoQueue()
+        for _ in range(number):
+            self._idle.put(None)
+
+    def ask(self, **question: list[str]) -> Mapping[str, bool]:
+        """What `math_judge.compared` answers; nothing holds if that takes too long or needs too much memory.
+
+        Raises: RuntimeError if the process ends with an error.
+        """
+        judge = self._idle.get()
+        try:
+            while True:
+                judge = judge or _started()
+                if line := _line_of(judge, json.dumps(question)):
+                    answer: Mapping[str, bool] = json.loads(line)
+                    return answer
+                code, judge = judge.wait(), None
+                if code != -signal.SIGALRM:  # with which it ends when nobody has asked it
+                    return _without_answer(code, question)
+        finally:
+            self._idle.put(judge)
+
+
+def _started() -> subprocess.Popen[str]:
+    """In a session of its own, so that Ctrl-C does not end it before the run does; it ends with its input."""
+    command = [sys.executable, "-P", str(Path(__file__).with_name("math_judge.py")), str(SECONDS)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+
+
+def _line_of(judge: subprocess.Popen[str], question: str) -> str:
+    """Its answer; "" if it has ended."""
+    assert judge.stdin is not None and judge.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        judge.stdin.write(f"{question}\n")
+        judge.stdin.flush()
+    if not (line := judge.stdout.readline()):
+        for stream in (judge.stdin, judge.stdout):
+            with contextlib.suppress(BrokenPipeError):  # what it has not read
+                stream.close()
+    return line
+
+
+def _without_answer(code: int, question: Mapping[str, list[str]]) -> Mapping[str, bool]:
+    """Args: code: with which the process ended. Raises: RuntimeError unless a signal ended it."""
+    if code >= 0:
+        raise RuntimeError(f"math-verify failed (exit code {code}); its error is in the output of the run")
+    reason = f"took more than {SECONDS:g} s" if code == -signal.SIGPROF else f"was ended by signal {-code}"
+    log.warning("comparing an answer %s, so it counts as wrong: %s", reason, "".join(question["readings"])[-SHOWN:])
+    return {"has_answer": False, "is_right": False}
+
+
+JUDGES = Judges(min(16, os.cpu_count() or 1))
 
 
 def _forms(truth: str) -> Iterator[str]:
@@ -57,10 +130,3 @@ def _readings(response: str) -> Iterator[str]:
     yield response
     if response.count(BOX) > 1:
         yield response[response.rindex(BOX) :]
-
-
-def _parsed(text: str) -> list[Any]:
-    """The answers in a text."""
-    from math_verify import parse
-
-    return parse(text, parsing_timeout=None)

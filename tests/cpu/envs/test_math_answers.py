@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import skyrl_train.envs  # noqa: F401 (registers the built-in environments)
+from skyrl_train.envs import math_answers
+from skyrl_train.envs.math_answers import Judges
 from skyrl_train.envs.registry import make_env, row_problem
 
 needs_math_verify = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed (the extra `math`)"
 )
+
+
+@pytest.fixture(autouse=True)
+def own_judges(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Processes that end with the test."""
+    monkeypatch.setattr(math_answers, "JUDGES", judges := Judges(2))
+    yield
+    for judge in filter(None, judges._idle.queue):
+        judge.communicate(timeout=60)
 
 
 def reward(truth: object, response: str) -> float:
@@ -70,3 +85,30 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     problem = row_problem("math_verify", {}, {"reward_spec": {"ground_truth": "1"}})
     assert problem == "ValueError: math-verify is not installed. Run pip install 'skyrl_train[math]'"
+
+
+@needs_math_verify
+@pytest.mark.parametrize("answer", ["9^{9^{9}}", "2^{10^{9}}", "\\binom{1000000}{500000}"])
+def test_an_answer_that_takes_too_long_is_wrong_and_stops_nobody_else(monkeypatch: pytest.MonkeyPatch, answer: str):
+    """It runs within one call of C: no thread and no handler of a signal could run in its process."""
+    monkeypatch.setattr(math_answers, "SECONDS", 0.5)
+    with ThreadPoolExecutor(2) as threads:
+        slow, right = threads.submit(reward, "42", f"\\boxed{{{answer}}}"), threads.submit(reward, "42", "\\boxed{42}")
+        assert right.result(60) == 1 and slow.result(60) == 0
+    assert [reward("42", "\\boxed{42}") for _ in range(3)] == [1.0] * 3
+
+
+@needs_math_verify
+def test_a_process_that_has_ended_because_nobody_asked_is_replaced():
+    assert reward("42", "\\boxed{42}") == 1
+    idle = math_answers.JUDGES._idle.queue[-1]
+    assert idle is not None and idle.poll() is None
+    os.kill(idle.pid, signal.SIGALRM)
+    assert reward("42", "\\boxed{42}") == 1 and math_answers.JUDGES._idle.queue[-1] is not idle
+
+
+@needs_math_verify
+def test_a_comparison_that_fails_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match=r"math-verify failed \(exit code 1\)"):
+        reward("42", "\\boxed{42}")
