@@ -60,12 +60,12 @@ class Conversations:
         return last if ids[last] in self._ends else len(ids)
 
     def _last_turn(self, mask: list[bool], messages: Sequence[Message]) -> list[bool]:
-        """Only the last contiguous run of true values, and nothing if that is an earlier turn's."""
+        """Only the runs of true values of the last turn, which a template may mark in several pieces."""
         before = self._chat.marked_tokens(messages[:-1])[1] if len(messages) > 1 else []
         runs, num_before = _runs(mask), sum(value for value, _ in _runs(before))
         marked = [index for index, (value, _) in enumerate(runs) if value]
-        last = marked[-1] if len(marked) > num_before else None
-        return [index == last for index, (_, length) in enumerate(runs) for _ in range(length)]
+        last = set(marked[num_before:])
+        return [index in last for index, (_, length) in enumerate(runs) for _ in range(length)]
 
     def _between_prefixes(self, messages: Sequence[Message], turns: Sequence[int]) -> tuple[list[int], list[bool]]:
         text = self._chat.render(messages, add_generation_prompt=False)

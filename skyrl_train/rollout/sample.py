@@ -132,7 +132,9 @@ def check_environments(config: Config, train: Sequence[Prompt], val: Sequence[Pr
                 check_creator(env_class)
         except ValueError as error:
             raise ValueError(f"{error}{_asked(config, env_class)}") from error
-    if train or config.environment.reward_fn:
+    if config.environment.reward_fn:
+        _check_is_used(config, list(dict.fromkeys(prompt.env_class for prompt in train or val)))
+    elif train:
         _check_is_used(config, list(env_classes))
     if not are_created:
         return

@@ -79,7 +79,8 @@ class InferenceEngineClient:
         if (messages is None) == (prompts is None):
             raise ValueError("an engine's input has prompts or prompt_token_ids, and not both. Give one of them")
         if prompts is None:
-            prompts = [call.engines.chat.prompt_ids(each) for each in messages or ()]
+            chat = call.engines.chat.for_row(call.prompt.extras)
+            prompts = [chat.prompt_ids(each) for each in messages or ()]
         given = input_batch.get("sampling_params")
         sessions = input_batch.get("session_ids") or [call.prompt.uid] * len(prompts)
         requests = []

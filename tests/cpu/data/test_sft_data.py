@@ -413,3 +413,15 @@ def test_an_empty_last_turn_trains_no_earlier_one():
     )
     assert trained(marks, TURNS, "last") == ["9"]
     assert trained(marks, [*TURNS[:-1], {"role": "assistant", "content": ""}], "last") == []
+
+
+def test_a_last_turn_that_a_template_marks_in_pieces_is_trained_whole():
+    """Such as its reasoning and its answer, with unmarked text between them."""
+    marks = with_template(
+        chatml_tokenizer(),
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content[:1] }}{% endgeneration %}<|im_end|>{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}",
+    )
+    assert trained(marks, TURNS[:3], "last") == trained(marks, TURNS[:3], "all") == ["2", "2"]
+    assert trained(marks, TURNS, "all") == ["2", "2", "9", "9"] and trained(marks, TURNS, "last") == ["9", "9"]

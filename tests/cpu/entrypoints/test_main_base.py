@@ -91,6 +91,17 @@ def test_an_environment_that_no_row_uses_is_refused(world: Path, capsys: pytest.
     assert "Set data.columns.env_class=null" in message
 
 
+def test_a_reward_function_that_no_training_row_uses_is_refused(world: Path, capsys: pytest.CaptureFixture[str]):
+    """Also if rows of the evaluation do."""
+    row = {"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}
+    (world / "asking.jsonl").write_text((json.dumps(row | {"env_class": "addition"}) + "\n") * 32)
+    (world / "free.jsonl").write_text((json.dumps(row) + "\n") * 32)
+    (world / "own_reward.py").write_text("def right(completions, **columns):\n    return [1.0] * len(completions)\n")
+    given = ["environment.reward_fn=own_reward:right", "environment.env_class=reward_fn"]
+    message = error(capsys, "data.train_data=[asking.jsonl]", "data.val_data=[free.jsonl]", *given)
+    assert "environment.reward_fn is own_reward:right: no row uses it, since each has an env_class (a" in message
+
+
 def test_an_unknown_environment_says_who_asks_for_it_and_how_to_register_it(
     world: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,6 +68,21 @@ def test_messages_are_rendered_by_the_chat_template_and_share_the_rows_session()
     assert answers["response_ids"] == [TOKENIZER.encode("1+2=")] * 2
     assert [route for _, _, route in generate.asked] == ["7", "7"]
     assert len({params.seed for _, params, _ in generate.asked}) == 2
+
+
+def test_messages_are_rendered_with_the_tools_and_variables_of_the_row():
+    template = "{{ tools[0]['function']['name'] }}{{ mode }}{{ messages[0]['content'] }}"
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    row = {"tools": [{"type": "function", "function": {"name": "1"}}], "chat_template_kwargs": {"mode": "+"}}
+    engines = Engines(generate := Echo(), tokenizer, ChatTemplate(tokenizer, {}), max_input_length=8, max_turns=1)
+
+    async def main() -> None:
+        CURRENT.set(Call(engines, PARAMS, replace(prompt("7"), extras=row), None))  # type: ignore[arg-type]
+        await CLIENT.generate({"prompts": [[{"role": "user", "content": "2="}]]})
+
+    asyncio.run(main())
+    assert [tokenizer.decode(ids) for ids, *_ in generate.asked] == ["1+2="]
 
 
 def test_sample_asks_for_several_answers_to_one_prompt():
