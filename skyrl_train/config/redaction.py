@@ -63,12 +63,17 @@ _NAMED = (
     re.compile(r"(?i)^()([\w-]+)(: *)((?:(?:bearer|basic) +)?[^\s{]+)$"),
 )
 """Text before, name, separator and value: in the query of a URL or a connection string, and in a header."""
-_MASKED = re.compile(rf"(?<![\w*]){re.escape(MASK)}(?![\w*])")
+_MASKED = re.compile(r"(?<!\*)\*{3}(?!\*)")
+_MARKED = re.compile(r"\*{3}\w([^*\n]*[^*\s/=:;&@])?\*{3}")
+"""Markdown's bold italics."""
 
 
 def is_masked(text: str) -> bool:
     """Whether a secret was masked in it: not where asterisks mark words, or divide the lines of a prompt."""
-    return "\n" not in text and _MASKED.search(text) is not None
+    lines = text.splitlines()
+    if len(lines) > 1:
+        lines = [line for line in lines if line.strip() != MASK]
+    return any(_MASKED.search(_MARKED.sub("", line)) is not None for line in lines)
 
 
 def is_secret_name(name: str) -> bool:

@@ -28,6 +28,8 @@ PERCENT = re.compile(r"(?<!\\)%")
 
 SECONDS = 5.0
 """Processor time of one comparison, math-verify's own limit; beyond it an answer is wrong."""
+ATTEMPTS = 3
+"""Processes that are asked: one can end for lack of questions, or by a signal that was meant for all."""
 SHOWN = 80
 """Characters of such a response in the log."""
 
@@ -64,20 +66,32 @@ class Judges:
             self._idle.put(None)
 
     def ask(self, **question: list[str]) -> Mapping[str, bool]:
-        """What `math_judge.compared` answers; nothing holds if that takes too long or needs too much memory.
+        """What `math_judge.compared` answers; nothing holds if that takes too long.
 
-        Raises: RuntimeError if the process ends with an error.
+        Raises: RuntimeError if the process ends with an error, or by a signal again and again.
         """
         judge = self._idle.get()
         try:
-            while True:
-                judge = judge or _started()
+            for _ in range(ATTEMPTS):
+                if judge is None or judge.poll() is not None:
+                    judge = _started()
                 if line := _line_of(judge, json.dumps(question)):
                     answer: Mapping[str, bool] = json.loads(line)
                     return answer
                 code, judge = judge.wait(), None
-                if code != -signal.SIGALRM:  # with which it ends when nobody has asked it
-                    return _without_answer(code, question)
+                if code == -signal.SIGPROF:
+                    text = "".join(question["readings"])[-SHOWN:]
+                    log.warning("comparing an answer took more than %g s, so it counts as wrong: %s", SECONDS, text)
+                    return {"has_answer": False, "is_right": False}
+                if code > 0:
+                    break
+            raise RuntimeError(f"math-verify failed (exit code {code}); its error is in the output of the run")
+        except BaseException:  # its answer would be taken for that to the next question
+            if judge is not None:
+                judge.kill()
+                judge.communicate()
+            judge = None
+            raise
         finally:
             self._idle.put(judge)
 
@@ -102,16 +116,7 @@ def _line_of(judge: subprocess.Popen[str], question: str) -> str:
     return line
 
 
-def _without_answer(code: int, question: Mapping[str, list[str]]) -> Mapping[str, bool]:
-    """Args: code: with which the process ended. Raises: RuntimeError unless a signal ended it."""
-    if code >= 0:
-        raise RuntimeError(f"math-verify failed (exit code {code}); its error is in the output of the run")
-    reason = f"took more than {SECONDS:g} s" if code == -signal.SIGPROF else f"was ended by signal {-code}"
-    log.warning("comparing an answer %s, so it counts as wrong: %s", reason, "".join(question["readings"])[-SHOWN:])
-    return {"has_answer": False, "is_right": False}
-
-
-JUDGES = Judges(min(16, os.cpu_count() or 1))
+JUDGES = Judges(max(4, len(os.sched_getaffinity(0))))
 
 
 def _forms(truth: str) -> Iterator[str]:

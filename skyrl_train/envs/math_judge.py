@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import resource
 import signal
 import sys
@@ -23,10 +24,13 @@ MAX_BYTES = 4 * 2**30
 """Memory of the process."""
 
 
-@functools.lru_cache(maxsize=4096)
 def parsed(text: str) -> list[Any]:
     """The answers in a text."""
     return parse(text, parsing_timeout=None)
+
+
+parsed_truth = functools.lru_cache(maxsize=4096)(parsed)
+"""A group's samples have the same ground truth."""
 
 
 def compared(truth: list[str], literals: list[str], readings: list[str]) -> dict[str, bool]:
@@ -34,7 +38,7 @@ def compared(truth: list[str], literals: list[str], readings: list[str]) -> dict
 
     Args: truth: as LaTeX, in several forms; literals: further answers as they are written.
     """
-    answers = [answer for form in truth for answer in parsed(form)] + literals
+    answers = [answer for form in truth for answer in parsed_truth(form)] + literals
     right = any(verify(answers, parsed(text), timeout_seconds=None) for text in readings)
     return {"has_answer": bool(answers), "is_right": right}
 
@@ -49,7 +53,10 @@ def answer_to(line: str) -> str:
 
 def main(seconds: float) -> None:
     """Args: seconds: of processor time for one line. Both timers end a process that has no handler for them."""
-    logging.disable(logging.CRITICAL)  # that its timeouts, which need a handler, are off
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever libraries print is no answer
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a run that is asked to stop still finishes its step
+    logging.disable(logging.CRITICAL)  # it would warn that its own timeouts, which need a handler, are off
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     parsed("$1$")  # reads the grammar
     signal.alarm(IDLE_S)
@@ -59,7 +66,7 @@ def main(seconds: float) -> None:
         answer = answer_to(line)
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.alarm(IDLE_S)
-        print(answer, flush=True)
+        print(answer, file=answers, flush=True)
 
 
 if __name__ == "__main__":

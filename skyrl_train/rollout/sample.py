@@ -132,10 +132,10 @@ def check_environments(config: Config, train: Sequence[Prompt], val: Sequence[Pr
                 check_creator(env_class)
         except ValueError as error:
             raise ValueError(f"{error}{_asked(config, env_class)}") from error
-    if config.environment.reward_fn:
-        _check_is_used(config, list(dict.fromkeys(prompt.env_class for prompt in train or val)))
-    elif train:
-        _check_is_used(config, list(env_classes))
+    if train and config.environment.reward_fn:  # rows of the evaluation alone would hide that it is not trained with
+        _check_is_used(config, list(dict.fromkeys(prompt.env_class for prompt in train)), "training row")
+    elif train or config.environment.reward_fn:
+        _check_is_used(config, list(env_classes), "row")
     if not are_created:
         return
     for name in config.environment.env_kwargs:
@@ -149,14 +149,14 @@ def _asked(config: Config, env_class: str) -> str:
     return "" if env_class == config.environment.env_class else " (a row asks for it, in its column env_class)"
 
 
-def _check_is_used(config: Config, used: Sequence[str]) -> None:
+def _check_is_used(config: Config, used: Sequence[str], row: str) -> None:
     given, functions = config.environment.env_class, config.environment.reward_fn
     if ("reward_fn" if functions else given) in used or (given == DEFAULT_ENV_CLASS and not functions):
         return
     key, value = ("reward_fn", ", ".join(functions)) if functions else ("env_class", given)
     remedy = "Set data.columns.env_class=null to ignore that column"
     raise ValueError(
-        f"environment.{key} is {value}: no row uses it, since each has an env_class ({', '.join(used)}). {remedy}"
+        f"environment.{key} is {value}: no {row} uses it, since each has an env_class ({', '.join(used)}). {remedy}"
         + ("" if functions else f", or environment.env_class={used[0]}")
     )
 

@@ -21,7 +21,7 @@ STATE_FOLDERS = ("a", "b")
 
 def states_folder(config: TrainerConfig) -> str:
     """Folder of a service's states, the same on every node. It differs for each trainer.run_name, and for services of
-    one name whose runs have other folders: of those with the same, only one runs.
+    one name whose runs have other folders: of those with the same on one machine, only one runs.
     """
     state_path, run_dir = (Path(path).expanduser().resolve() for path in (config.placement.state_path, config.run_dir))
     return str(state_path / f"{config.run_name}-{zlib.crc32(str(run_dir).encode()):08x}")

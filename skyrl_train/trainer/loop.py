@@ -56,7 +56,7 @@ class Loop(ABC):
         """Identity of the model on which the run began, and of frozen ones (hf/identity.py), stored in checkpoints."""
         self._pending = False
         """Whether an export or evaluation of the last step was skipped."""
-        self._resumed: RunState | None = None
+        self._resumed: Checkpoint | None = None
         self._export_failed = False
         """Whether the export of the last step could not be written."""
         self._export_sum: str | None = None
@@ -106,11 +106,10 @@ class Loop(ABC):
     def resume(self, checkpoint: Checkpoint) -> None:
         """Begin `train` with the step after this checkpoint, whose state the policy has loaded."""
         state = checkpoint.state
-        self._checkpoints.continue_from(checkpoint.folder)
         resume_source(self._source, state.source, checkpoint.groups)
         self.global_step = self._saved_step = state.global_step
         self._skipped.resumed = state.policy_version > 0
-        self._pending, self._resumed = state.pending, state
+        self._pending, self._resumed = state.pending, checkpoint
 
     def stop(self) -> None:
         """End the run after the current step."""
@@ -128,7 +127,9 @@ class Loop(ABC):
             metrics = await self._export_and_evaluate()
             self._tracker.log(self.global_step, metrics | self._timers.metrics())
             if not (self._pending or self.is_evaluating):
-                self._checkpoints.settle(self._resumed, self._export_sum)
+                self._checkpoints.settle(self._resumed and self._resumed.state, self._export_sum)
+        if self._resumed is not None and self.global_step < self._num_steps:
+            self._checkpoints.continue_from(self._resumed.folder)
         while self.global_step < self._num_steps and not self._ends_early:
             self._timers.reset()
             with self._timers("step"):

@@ -228,10 +228,9 @@ class Checkpoints:
         """Have `latest` find this checkpoint, not a later one that the run goes back behind; those are pruned first."""
         found = self.all()
         for chosen in (each for each in found[:-1] if each.folder == folder):
-            try:
+            with contextlib.suppress(OSError):  # later ones are then found until this run writes its own
                 _write(folder, found[-1].number + 1, chosen.state, chosen.files)
-            except OSError as error:
-                log.warning("trainer.resume_mode=latest still means %s: %s", found[-1].folder, error)
+                log.warning("trainer.resume_mode=latest now means %s, no longer %s", folder, found[-1].folder)
 
     def settle(self, state: RunState | None, export: str | None) -> None:
         """Note in the checkpoint with this pending state, if it is here, that work is done, with this `export_sum`."""

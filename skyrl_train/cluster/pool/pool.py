@@ -137,7 +137,7 @@ class EnginePool:
         dead = await self.drop_dead()
         if self.num_changes == before:
             raise error
-        return ", ".join(dead) or "an engine that died during the call"
+        return ", ".join(dead) or "an engine that died or was admitted during the call"
 
     async def admit_replacements(self) -> None:
         """Count restarted engines as up; if no engine is up, wait for one.

@@ -42,7 +42,10 @@ class MicroBatchSums:
         kinds = {name: (metric.reduce, metric.mask is not None) for name, metric in metrics.items()}
         if self._parts and list(kinds.items()) != list(self._kinds.items()):
             differing = ", ".join(sorted(dict(kinds.items() ^ self._kinds.items()))) or "their order"
-            raise ValueError(f"a loss returned other metrics than for the last micro-batch: {differing}. Return all")
+            raise ValueError(
+                f"a loss or correction returned other metrics than for the micro-batch before: {differing}. Return the "
+                "same for every micro-batch"
+            )
         self._kinds = kinds
         has_samples = any(metric.reduce is Reduce.SAMPLE_MEAN for metric in metrics.values())
         num_tokens = tokens.per_sample.num_tokens if has_samples else tokens.loss_mask

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from skyrl_train.config import ConfigError, load_config, main_config, to_yaml
 from skyrl_train.config.program import secrets_in
-from skyrl_train.config.redaction import Secrets, hidden_in_logs, is_secret_name, secrets_of
+from skyrl_train.config.redaction import Secrets, hidden_in_logs, is_masked, is_secret_name, secrets_of
 from skyrl_train.config.rl import RL
 from skyrl_train.config.schema import key_types, rules
 from skyrl_train.config.sft import SFT
@@ -208,6 +208,8 @@ def test_a_password_with_an_at_sign_is_masked_to_its_end():
 def test_a_value_with_a_mask_inside_is_not_taken_as_a_value():
     with pytest.raises(ConfigError, match="mask of a secret"):
         load_config(["trainer.project_name=/models/***-7b"])
+    values = "/models/***_v2", "tok***", "http://***@h/?a=***&b=1", "one\npassword=***", "/a/***/b/***"
+    assert all(is_masked(value) for value in values)
 
 
 @pytest.mark.parametrize("prompt", ["Mark it as ***bold***.", "Answer.\n***\nThink first.", "Rate it from * to *****."])

@@ -99,7 +99,7 @@ def test_a_reward_function_that_no_training_row_uses_is_refused(world: Path, cap
     (world / "own_reward.py").write_text("def right(completions, **columns):\n    return [1.0] * len(completions)\n")
     given = ["environment.reward_fn=own_reward:right", "environment.env_class=reward_fn"]
     message = error(capsys, "data.train_data=[asking.jsonl]", "data.val_data=[free.jsonl]", *given)
-    assert "environment.reward_fn is own_reward:right: no row uses it, since each has an env_class (a" in message
+    assert "environment.reward_fn is own_reward:right: no training row uses it, since each has an env_" in message
 
 
 def test_an_unknown_environment_says_who_asks_for_it_and_how_to_register_it(

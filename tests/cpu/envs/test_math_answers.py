@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -89,22 +90,42 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
 
 @needs_math_verify
 @pytest.mark.parametrize("answer", ["9^{9^{9}}", "2^{10^{9}}", "\\binom{1000000}{500000}"])
-def test_an_answer_that_takes_too_long_is_wrong_and_stops_nobody_else(monkeypatch: pytest.MonkeyPatch, answer: str):
+def test_an_answer_that_takes_too_long_is_wrong_and_stops_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, answer: str
+):
     """It runs within one call of C: no thread and no handler of a signal could run in its process."""
     monkeypatch.setattr(math_answers, "SECONDS", 0.5)
     with ThreadPoolExecutor(2) as threads:
         slow, right = threads.submit(reward, "42", f"\\boxed{{{answer}}}"), threads.submit(reward, "42", "\\boxed{42}")
         assert right.result(60) == 1 and slow.result(60) == 0
+    assert "took more than 0.5 s, so it counts as wrong: \\boxed{" in caplog.text
     assert [reward("42", "\\boxed{42}") for _ in range(3)] == [1.0] * 3
 
 
 @needs_math_verify
-def test_a_process_that_has_ended_because_nobody_asked_is_replaced():
+@pytest.mark.parametrize("ended_by", [signal.SIGALRM, signal.SIGKILL])
+def test_a_process_that_has_ended_while_nobody_asked_is_replaced(ended_by: signal.Signals):
     assert reward("42", "\\boxed{42}") == 1
     idle = math_answers.JUDGES._idle.queue[-1]
     assert idle is not None and idle.poll() is None
-    os.kill(idle.pid, signal.SIGALRM)
+    os.kill(idle.pid, ended_by)
     assert reward("42", "\\boxed{42}") == 1 and math_answers.JUDGES._idle.queue[-1] is not idle
+
+
+@needs_math_verify
+def test_after_an_interrupt_no_answer_is_taken_for_that_to_another_question(monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+
+        def interrupted(judge: Any, question: str) -> str:
+            judge.stdin.write(f"{question}\n")
+            judge.stdin.flush()
+            raise KeyboardInterrupt
+
+        patch.setattr(math_answers, "_line_of", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            math_answers.JUDGES.ask(truth=["$1$"], literals=[], readings=[])
+    answers = [reward("42", f"\\boxed{{{answer}}}") for answer in (1, 42, 2, 42)]
+    assert answers == [0.0, 1.0, 0.0, 1.0]
 
 
 @needs_math_verify

@@ -126,19 +126,26 @@ def test_a_record_has_the_digest_of_what_is_read(tmp_path: Path):
 
 
 def test_latest_means_the_branch_that_was_resumed_last(tmp_path: Path):
-    """Also if the run is killed before its own first checkpoint; what it went back behind is pruned first."""
-    trainer = trainer_config(tmp_path)
-    first, *_ = (save(trainer, step) for step in (10, 20, 30))
-    checkpoints, resumed = Checkpoints(trainer.ckpt_path, -1), Counting(trainer, 40)
-    assert checkpoints.newest_intact().folder.name == "global_step_30"  # type: ignore[union-attr]
-    resumed.resume(load_checkpoint(first))
+    """Also if the run ends before its own first checkpoint; what it went back behind is pruned first."""
+    trainer = trainer_config(tmp_path, "trainer.ckpt_interval=-1")
+    first, *_ = (save(trainer, step) for step in (3, 5, 7))
+    checkpoints = Checkpoints(trainer.ckpt_path, -1)
+
+    def resume(folder: Path, num_steps: int) -> None:
+        loop = Counting(trainer, num_steps)
+        loop.resume(load_checkpoint(folder))
+        asyncio.run(loop.train())
+
+    resume(first, 3)
+    assert checkpoints.all()[-1].folder.name == "global_step_7", "nothing was trained, only exported or evaluated"
+    resume(first, 4)
     newest = checkpoints.newest_intact()
-    assert newest is not None and newest.folder == first and newest.state == state_of(trainer, 10)
+    assert newest is not None and newest.folder == first and newest.state == state_of(trainer, 3)
     before = (first / RECORD).read_bytes()
-    Counting(trainer, 40).resume(newest)
+    resume(first, 4)
     assert (first / RECORD).read_bytes() == before, "it is the newest already"
-    save(replace(trainer, max_ckpts_to_keep=2), 11)
-    assert checkpoints.names() == ["global_step_10", "global_step_11"]
+    save(replace(trainer, max_ckpts_to_keep=2), 4)
+    assert checkpoints.names() == ["global_step_3", "global_step_4"]
 
 
 @pytest.mark.parametrize(("interval", "is_refused"), [(4, True), (-1, False)])
