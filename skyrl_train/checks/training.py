@@ -55,7 +55,8 @@ def training_problems(trainer: TrainingConfig, megatron_configs: Mapping[str, Me
     written = {name: getattr(trainer, name) for name in ("run_dir", "ckpt_path", "export_path")}
     if isinstance(trainer, TrainerConfig):
         written["placement.state_path"] = trainer.placement.state_path
-    problems = (address_problem(f"trainer.{name}", path) for name, path in written.items())
+    own = {name: path for name, path in written.items() if not path.startswith(f"{trainer.run_dir}/")}
+    problems = (address_problem(f"trainer.{name}", path) for name, path in own.items())
     yield from (problem for problem in problems if problem is not None)
     if trainer.prepare is not None and not re.fullmatch(r"[\w.]+:\w+", trainer.prepare):
         yield f"trainer.prepare is {trainer.prepare!r}: not a function's name. Write module:function, or null"

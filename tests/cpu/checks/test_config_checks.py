@@ -847,5 +847,6 @@ def test_a_bucket_is_no_folder_to_write(key: str):
     config = load_config([f"trainer.{key}=abfs://bucket/x", "data.train_data=[x]", "trainer.policy.model.path=x"])
     with pytest.raises(
         ConfigError, match=f"trainer.{key} is abfs://bucket/x: only local or shared folders are written"
-    ):
+    ) as error:
         check(config, None, files=False)
+    assert str(error.value).count("abfs://") == 1, "not again for the folders in that of the run"
