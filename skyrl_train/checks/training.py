@@ -52,7 +52,7 @@ def training_problems(trainer: TrainingConfig, megatron_configs: Mapping[str, Me
                 f"{path}.transformer_impl is transformer_engine, which rounds float32 to TensorFloat-32. Use auto or "
                 "torch, or set trainer.bf16=true"
             )
-    written = {name: getattr(trainer, name) for name in ("run_dir", "ckpt_path", "export_path")}
+    written = {name: getattr(trainer, name) for name in ("run_name", "run_dir", "ckpt_path", "export_path")}
     if isinstance(trainer, TrainerConfig):
         written["placement.state_path"] = trainer.placement.state_path
     own = {name: path for name, path in written.items() if not path.startswith(f"{trainer.run_dir}/")}

@@ -841,7 +841,7 @@ def test_parameters_of_own_functions_are_not_hidden_by_keys_that_have_their_name
     assert problems("needed") == ""
 
 
-@pytest.mark.parametrize("key", ["run_dir", "export_path", "placement.state_path"])
+@pytest.mark.parametrize("key", ["run_name", "run_dir", "ckpt_path", "export_path", "placement.state_path"])
 def test_a_bucket_is_no_folder_to_write(key: str):
     """It would become a local folder named `s3:`, lost with the machine."""
     config = load_config([f"trainer.{key}=abfs://bucket/x", "data.train_data=[x]", "trainer.policy.model.path=x"])

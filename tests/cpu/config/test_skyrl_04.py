@@ -230,7 +230,6 @@ def test_settings_of_an_environment_named_by_its_class_are_read_from_the_command
         (["trainer.algorithm.use_tis=maybe"], "trainer.algorithm.use_tis=maybe: it must be true or false"),
         (["generator.backend=sglang"], "generator.backend=sglang: engines are vLLM's"),
         (["generator.sampling_params.logprobs=5"], "the logprob of each sampled token is kept, and no other"),
-        (["trainer.ckpt_path=s3://bucket/x"], "trainer.ckpt_path=s3://bucket/x: runs write to local or shared folders"),
         (
             ["trainer.policy.sequence_parallel_size=2", "trainer.policy.megatron_config.context_parallel_size=4"],
             f"trainer.policy.sequence_parallel_size=2 is {MEGATRON}.context_parallel_size=2 here, but "
