@@ -142,7 +142,6 @@ def yaml_text(value: typing.Any) -> str:
 
 def _condition(case: Case) -> str:
     parts = [] if case.values is None else ["=" + " or ".join(f"`{_shown(value)}`" for value in case.values)]
-    parts += [f" beginning with `{case.like}`"] if case.like else []
     parts += [
         f", with `{key}` {' or '.join(_shown(value) if value is not None else 'not given' for value in values)}"
         for key, values in case.when.items()

@@ -27,7 +27,6 @@ class Case:
 
     values: tuple[Any, ...] | None = None
     """Values to which the case applies; None: all values."""
-    like: str | None = None
     when: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     only: str | None = None
     to: Mapping[str, Any] = field(default_factory=dict)
@@ -40,7 +39,6 @@ class Case:
         """Args: given: key -> value; is_old: whether keys that do not exist here are given."""
         return (
             (self.values is None or any(same(value, each) for each in self.values))
-            and (self.like is None or re.match(self.like, str(value)) is not None)
             and (self.only is None or is_old)
             and all(any(same(given.get(key), each) for each in values) for key, values in self.when.items())
         )

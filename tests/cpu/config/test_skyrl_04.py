@@ -110,7 +110,7 @@ def test_every_rule_leads_to_keys_that_exist_and_leaves_no_value_of_an_unknown_k
         for other in case.when:
             assert other in DATA["defaults"] or other in KNOWN, other
         if is_last and not is_known(key, KNOWN):
-            assert case.values is None and case.like is None and case.only is None and not case.when, key
+            assert case.values is None and case.only is None and not case.when, key
     for meaning in table().meanings:
         assert (meaning.when.keys() | meaning.unless.keys()) <= KNOWN.keys()
     assert table().defaults.keys() <= KNOWN.keys()
